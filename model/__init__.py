@@ -1,0 +1,1 @@
+"""What a Llama model is: its configuration, its files, its text, and how it runs over the arena."""
