@@ -1,0 +1,149 @@
+"""The terminal: a conversation line by line, answers streamed as they are made, Ctrl-C and Ctrl-D as people expect.
+
+Ctrl-C during an answer ends that answer only; what was said of it stays in the conversation. At the prompt the first
+Ctrl-C asks, a second one leaves. Ctrl-D leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from monograph.errors import MonographError
+
+if TYPE_CHECKING:
+    from monograph.model.chat import Chat
+    from monograph.model.generate import Stats
+
+PROMPT = "> "
+INTERRUPTED = 130
+# A second Ctrl-C this soon after the first is the same impatience, not a new wish.
+UNWIND_S = 1.0
+_CONTROL = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Drop the control characters (C0, DEL, C1) through which text could steer a terminal; newline and tab stay."""
+    return text.translate(_CONTROL)
+
+
+def complain(message: object) -> None:
+    """Write one line about a fault to stderr."""
+    line = " ".join(printable(str(message)).split())
+    print(f"monograph: {line}", file=sys.stderr, flush=True)
+
+
+def show(pieces: Iterable[str]) -> None:
+    """Write pieces of an answer as they come, and end the line, also when the answer is cut short."""
+    last = "\n"
+    try:
+        for piece in pieces:
+            text = printable(piece)
+            if text:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+                last = text[-1]
+    finally:
+        if last != "\n":
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def show_stats(stats: Stats) -> None:
+    """Write what an answer took to stderr, in a line."""
+    reused = f" ({stats.reused_tokens:,} reused)" if stats.reused_tokens else ""
+    print(
+        f"prompt {stats.prompt_tokens:,} tokens{reused}, first token {stats.first_token_ms:,.1f} ms, "
+        f"answer {stats.completion_tokens:,} tokens at {stats.tokens_per_s:,.1f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+class Interrupts:
+    """Turns Ctrl-C into a KeyboardInterrupt inside ``span`` only, and there once while the first one unwinds.
+
+    So a second Ctrl-C in a hurry cannot strike the code that winds an answer up.
+    """
+
+    def __init__(self) -> None:
+        self._inside = False
+        self._raised_at = -UNWIND_S
+
+    def __enter__(self) -> Interrupts:
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    @contextlib.contextmanager
+    def span(self) -> Iterator[None]:
+        """Where Ctrl-C interrupts."""
+        self._raised_at = -UNWIND_S
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._inside and now - self._raised_at >= UNWIND_S:
+            self._raised_at = now
+            raise KeyboardInterrupt
+
+
+def converse(chat: Chat, send_options: Mapping[str, Any], *, stats: bool = False) -> int:
+    """Talk until the user leaves.
+
+    Args:
+        chat: The conversation.
+        send_options: Keyword arguments of ``chat.send``.
+        stats: Whether to say after each answer what it took.
+
+    Returns:
+        The exit status: 0 after Ctrl-D, 130 after a second Ctrl-C at the prompt.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # importing it gives input() line editing and history
+    asked = False
+    with Interrupts() as interrupts:
+        while True:
+            try:
+                with interrupts.span():
+                    line = input(PROMPT)
+            except EOFError:
+                print()
+                return 0
+            except KeyboardInterrupt:
+                print()
+                if asked:
+                    return INTERRUPTED
+                asked = True
+                print("(Ctrl-C again or Ctrl-D to leave)")
+                continue
+            asked = False
+            if line.strip():
+                _turn(chat, line, send_options, interrupts, stats)
+
+
+def _turn(chat: Chat, line: str, send_options: Mapping[str, Any], interrupts: Interrupts, stats: bool) -> None:
+    with contextlib.ExitStack() as cleanup:
+        try:
+            with interrupts.span():
+                pieces = chat.send(line, **send_options)
+                cleanup.callback(pieces.close)
+                show(pieces)
+        except KeyboardInterrupt:
+            return
+        except MonographError as error:
+            complain(error)  # the turn left no trace in the conversation, which goes on
+            return
+    if stats and chat.completion is not None:
+        show_stats(chat.completion.stats)

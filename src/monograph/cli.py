@@ -1,0 +1,306 @@
+"""The ``monograph`` command: chat, generate, plan.
+
+Exit status: 0; 1 for a fault that is said in one line on stderr; 2 for wrong usage; 130 after Ctrl-C. PyTorch is
+imported only once a command runs, so that help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from monograph.chat.terminal import INTERRUPTED, complain, converse, show, show_stats
+from monograph.errors import MonographError, PromptError
+
+if TYPE_CHECKING:
+    from monograph.model.engine import Engine
+    from monograph.model.generate import Completion
+    from monograph.model.sampling import Sampling
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "divisor of the scores; 0 is greedy"),
+    "top_k": (int, "keep the K best tokens; 0 keeps all"),
+    "top_p": (float, "keep the best tokens up to this much probability; 1 keeps all"),
+    "min_p": (float, "keep tokens this probable relative to the best; 0 keeps all"),
+    "repetition_penalty": (float, "weaken every token seen so far; 1 is off"),
+    "presence_penalty": (float, "weaken tokens of the answer, once each; 0 is off"),
+    "frequency_penalty": (float, "weaken tokens of the answer, once for each use; 0 is off"),
+    "seed": (int, "draw the same answer again"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; those of the process when None.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        with _plain_output():
+            try:
+                return _run(argv)
+            finally:
+                sys.stdout.flush()  # here, where a reader that has gone is dealt with, and not at interpreter exit
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has had enough, as `| head -1` has: nothing to complain of, and nothing more to write.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, sys.stderr.fileno())
+        return 0
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = make_parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except MonographError as error:
+        complain(error)
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; its help is part of the README."""
+    parser = _Parser(
+        prog="monograph",
+        usage="monograph COMMAND ...",
+        description="Run a Llama-architecture language model, one stream at a time.",
+        epilog="'monograph COMMAND --help' tells more.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    chat = commands.add_parser(
+        "chat",
+        prog="monograph chat",
+        help="talk with a model",
+        usage="monograph chat MODEL [options]",
+        description="Talk with a model. Ctrl-C ends an answer, Ctrl-D leaves. Standard input that is no terminal "
+        "is one message, answered once.",
+    )
+    _add_model(chat)
+    chat.add_argument("--system", type=_text, metavar="TEXT", help="system message")
+    _add_answer_options(chat)
+    _add_load_options(chat)
+    chat.set_defaults(command=_chat)
+
+    generate = commands.add_parser(
+        "generate",
+        prog="monograph generate",
+        help="answer one prompt",
+        usage="monograph generate MODEL [PROMPT] [options]",
+        description="Answer one prompt. A model with a chat template gets the prompt as a user message.",
+        epilog="Control characters are left out of plain text; --json has the text as it is.",
+    )
+    _add_model(generate)
+    generate.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", type=_text, help="the prompt; '-' or nothing: standard input"
+    )
+    generate.add_argument("--system", type=_text, metavar="TEXT", help="system message")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    generate.add_argument("--json", action="store_true", help="print text, tokens, finish reason and stats as JSON")
+    _add_answer_options(generate)
+    _add_load_options(generate)
+    generate.set_defaults(command=_generate)
+
+    plan = commands.add_parser(
+        "plan",
+        prog="monograph plan",
+        help="show what a model needs before loading it",
+        usage="monograph plan MODEL [options]",
+        description="Show the memory map of a model, what it needs and what is free, without loading weights.",
+    )
+    _add_model(plan)
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    _add_load_options(plan)
+    plan.set_defaults(command=_plan)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face repo (org/name), folder, or .gguf file")
+
+
+def _add_answer_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("answer", "What is not given here comes from the model's generation_config.json.")
+    group.add_argument("--max-new-tokens", type=_count, metavar="N", help="end the answer after N tokens")
+    group.add_argument(
+        "--stop", type=_text, action="append", default=[], metavar="TEXT", help="end the answer before TEXT; repeatable"
+    )
+    for name, (kind, text) in SAMPLING_FLAGS.items():
+        metavar = {float: "X", int: "N"}[kind] if name != "top_k" else "K"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    group.add_argument("--stats", action="store_true", help="say on standard error what the answer took")
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("loading")
+    group.add_argument(
+        "--max-seq-len", type=_count, metavar="N", help="tokens of prompt and answer to reserve memory for"
+    )
+    group.add_argument(
+        "--dtype", choices=DTYPES, default="auto", metavar="TYPE", help=f"{', '.join(DTYPES)} (the default: auto)"
+    )
+    group.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 (the default: auto)")
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face repo")
+    group.add_argument("--token", help="Hugging Face token; better kept in the variable HF_TOKEN")
+    group.add_argument("--local-files-only", action="store_true", help="use what has been downloaded; no network")
+
+
+def _chat(args: argparse.Namespace) -> int:
+    message = None if sys.stdin.isatty() else _read_stdin()
+    options = {**_answer_options(args), "sampling": _sampling(args)}
+    with _load(args) as engine:
+        if engine.tokenizer.chat_template is None:
+            raise PromptError("this model has no chat template; 'monograph generate' continues a prompt without one")
+        chat = engine.chat(system=args.system)
+        if message is None:
+            return converse(chat, options, stats=args.stats)
+        with contextlib.closing(chat.send(message, **options)) as pieces:
+            show(pieces)
+        if args.stats and chat.completion is not None:
+            show_stats(chat.completion.stats)
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    if args.raw and args.system is not None:
+        _usage_error("--system is part of the chat template, which --raw leaves out")
+    prompt = args.prompt if args.prompt not in (None, "-") else _read_stdin()
+    options = {**_answer_options(args), "sampling": _sampling(args)}
+    with _load(args) as engine:
+        stream = engine.stream(_prompt_ids(engine, prompt, args), **options)
+        with contextlib.closing(stream):
+            if args.json:
+                for _ in stream:
+                    pass
+                print(_to_json(stream.completion))
+            else:
+                show(chunk.text for chunk in stream)
+        if args.stats:
+            show_stats(stream.completion.stats)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import monograph
+
+    plan = monograph.plan_model(args.model, **_load_options(args))
+    print(plan.to_json() if args.json else plan)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> Engine:
+    import monograph
+
+    return monograph.load(args.model, **_load_options(args))
+
+
+def _load_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("revision", "device", "dtype", "max_seq_len", "token", "local_files_only")
+    return {name: getattr(args, name) for name in names}
+
+
+def _answer_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"max_new_tokens": args.max_new_tokens, "stop": args.stop}
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    import monograph
+
+    return monograph.Sampling(**{name: getattr(args, name) for name in SAMPLING_FLAGS})
+
+
+def _prompt_ids(engine: Engine, prompt: str, args: argparse.Namespace) -> str | list[int]:
+    if args.raw or engine.tokenizer.chat_template is None:
+        if args.system is not None:
+            raise PromptError("--system needs a model with a chat template, and this one has none")
+        return prompt
+    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    return engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def _read_stdin() -> str:
+    """The prompt from standard input, less the line end that `echo` adds."""
+    if sys.stdin.isatty():
+        _usage_error("no prompt: give one as an argument or through standard input")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8 text (byte {error.start})") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _to_json(completion: Completion) -> str:
+    fields = dataclasses.asdict(completion)
+    fields["stats"]["tokens_per_s"] = completion.stats.tokens_per_s
+    text = json.dumps(fields, ensure_ascii=False)
+    # JSON leaves DEL and C1 as they are; they occur in strings only, and must not steer a terminal.
+    return text.translate({code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)})
+
+
+def _usage_error(message: str) -> NoReturn:
+    complain(message)
+    raise SystemExit(2)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+_count.__name__ = "number"  # argparse names the type in "invalid number value"
+
+
+def _text(text: str) -> str:
+    """Text that a tokenizer can take: an argument that is not UTF-8 reaches Python as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"not UTF-8 text (character {error.start + 1})") from None
+    return text
+
+
+@contextlib.contextmanager
+def _plain_output() -> Iterator[None]:
+    """Warnings as one line; characters that the terminal's encoding lacks as '?', not as a crash in mid-answer."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_args, **_kwargs: complain(f"warning: {message}")
+        yield
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help is the same on every terminal and Python version."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=100), **kwargs
+        )
+        self.color = False
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_args: object) -> NoReturn:
+        import monograph
+
+        print(f"monograph {monograph.__version__}")
+        parser.exit()

@@ -1,0 +1,292 @@
+"""The command line: arguments reach the engine, output is what scripts and terminals can take, exit statuses hold."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import monograph
+from monograph.cli import SAMPLING_FLAGS, main, make_parser
+from tests.fake_engine import FakeEngine
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+}
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """The engines that commands of this test have loaded, the newest last."""
+    made: list[FakeEngine] = []
+
+    def load(model: str, **options: Any) -> FakeEngine:
+        made.append(FakeEngine(model=model, **options))
+        return made[-1]
+
+    monkeypatch.setitem(vars(monograph), "load", load)
+    return made
+
+
+def pipe_in(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+
+def fake_command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, str(ROOT / "tests" / "fake_engine.py"), *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, timeout=60, check=False, **options)
+
+
+def test_generate_applies_the_template(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "a/model", "hello", "--system", "Be brief."]) == 0
+    assert capsys.readouterr() == ("You said: hello.\n", "")
+    assert engines[0].asked[0]["prompt"] == "system: Be brief.\nuser: hello"
+    assert engines[0].asked[0]["was_ids"]
+    assert engines[0].closed
+
+
+def test_generate_raw_passes_text_on(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "a/model", "Once upon", "--raw"]) == 0
+    assert engines[0].asked[0]["prompt"] == "Once upon"
+    assert not engines[0].asked[0]["was_ids"]
+    capsys.readouterr()
+
+
+def test_model_without_template(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(chat_template=None)
+    monkeypatch.setitem(vars(monograph), "load", lambda model, **options: engine)
+    assert main(["generate", "m", "Once upon"]) == 0
+    assert engine.asked[0]["prompt"] == "Once upon"
+    assert main(["generate", "m", "Once upon", "--system", "Be brief."]) == 1
+    pipe_in(monkeypatch, b"hello")
+    assert main(["chat", "m"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0] == "monograph: --system needs a model with a chat template, and this one has none"
+    assert errors[1].startswith("monograph: this model has no chat template")
+
+
+def test_load_options(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["generate", "org/name", "x"])
+    nothing = {"revision": None, "device": "auto", "dtype": "auto", "max_seq_len": None, "token": None}
+    assert engines[0].options == {"model": "org/name", "local_files_only": False, **nothing}
+    flags = "--revision r --device cpu --dtype float32 --max-seq-len 64 --token t --local-files-only"
+    main(["generate", "org/name", "x", *flags.split()])
+    said = {"revision": "r", "device": "cpu", "dtype": "float32", "max_seq_len": 64, "token": "t"}
+    assert engines[1].options == {"model": "org/name", "local_files_only": True, **said}
+
+
+def test_answer_options(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not said is None, so that the model's defaults apply; an explicit 0 is 0."""
+    main(["generate", "m", "x"])
+    asked = engines[0].asked[0]
+    assert (asked["max_new_tokens"], asked["stop"], asked["sampling"]) == (None, [], monograph.Sampling())
+
+    flags = [part for name in SAMPLING_FLAGS for part in (f"--{name.replace('_', '-')}", "0")]
+    flags[flags.index("--repetition-penalty") + 1] = "1.5"
+    main(["generate", "m", "x", "--max-new-tokens", "3", "--stop", "a", "--stop", "b", *flags])
+    asked = engines[1].asked[0]
+    assert (asked["max_new_tokens"], asked["stop"]) == (3, ["a", "b"])
+    zeros = {name: kind(0) for name, (kind, _) in SAMPLING_FLAGS.items()}
+    assert asked["sampling"] == monograph.Sampling(**{**zeros, "repetition_penalty": 1.5})
+
+    pipe_in(monkeypatch, b"x\n")
+    main(["chat", "m", "--max-new-tokens", "3", "--temperature", "0"])
+    assert engines[2].asked[0]["max_new_tokens"] == 3
+    assert engines[2].asked[0]["sampling"] == monograph.Sampling(temperature=0.0)
+
+
+def test_every_sampling_field_has_a_flag() -> None:
+    fields = set(monograph.Sampling.__dataclass_fields__)
+    assert set(SAMPLING_FLAGS) == fields - {"logit_bias"}
+
+
+@pytest.mark.parametrize("arguments", [["generate", "m", "-"], ["generate", "m"], ["chat", "m"]])
+def test_prompt_from_stdin(
+    arguments: list[str], engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe_in(monkeypatch, "two\nlínes\n\r\n".encode())
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "You said: two\nlínes\n.\n"
+
+
+def test_stdin_that_is_not_text(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe_in(monkeypatch, b"ab\xff")
+    assert main(["generate", "m"]) == 1
+    assert capsys.readouterr().err == "monograph: standard input is not UTF-8 text (byte 2)\n"
+    assert not engines  # said before a model is loaded
+
+
+@pytest.mark.parametrize("arguments", [["generate", "m", "steer"], ["chat", "m"]])
+def test_control_characters_do_not_reach_the_terminal(
+    arguments: list[str], engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe_in(monkeypatch, b"steer")
+    main(arguments)
+    assert capsys.readouterr().out == "a[2Jb31mc\n\tdé\n"
+
+
+def test_json(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "m", "steer", "--json", "--temperature", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert not [c for c in out[:-1] if ord(c) < 32 or 127 <= ord(c) < 160]
+    assert "é" in out
+    result = json.loads(out)
+    assert result["text"] == "a\x1b[2J\x07b\x9b31m\x7fc\r\n\td\x85é"
+    assert result["finish_reason"] == "stop"
+    assert result["token_ids"] == [3, 6, 13]
+    assert result["stats"]["completion_tokens"] == 3
+    assert result["stats"]["tokens_per_s"] == 25.0
+    assert result["stats"]["sampling"]["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("arguments", [["generate", "m", "hi", "--stats"], ["chat", "m", "--stats"]])
+def test_stats(
+    arguments: list[str], engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe_in(monkeypatch, b"hi")
+    main(arguments)
+    expected = "prompt 8 tokens, first token 12.5 ms, answer 3 tokens at 25.0 tokens/s\n"
+    assert capsys.readouterr() == ("You said: hi.\n", expected)
+
+
+def test_faults_are_one_line(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "m", "too long"]) == 1
+    assert capsys.readouterr() == ("", "monograph: prompt of 9,000 tokens exceeds max_seq_len 8,192\n")
+    assert main(["generate", "m", "not finite"]) == 1
+    assert capsys.readouterr() == ("half an \n", "monograph: the logits are not finite\n")
+    assert main(["generate", "m", "x", "--temperature", "-1"]) == 1
+    assert capsys.readouterr().err.startswith("monograph: temperature: expected")
+    pipe_in(monkeypatch, b"too long")
+    assert main(["chat", "m"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_b33_interrupted(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an answer and while a model loads: the line is ended, the engine closed, the status 130."""
+    assert main(["generate", "m", "interrupt"]) == 130
+    assert capsys.readouterr() == ("half an \n", "")
+    assert engines[0].closed
+
+    def load(model: str, **options: Any) -> FakeEngine:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(vars(monograph), "load", load)
+    assert main(["generate", "m", "x"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bug_keeps_its_traceback(engines: list[FakeEngine]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "m", "crash"])
+
+
+def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import warnings
+
+    def load(model: str, **options: Any) -> FakeEngine:
+        warnings.simplefilter("always")
+        warnings.warn("max_seq_len is 4,096:\nthe longest that fits", stacklevel=1)
+        return FakeEngine()
+
+    monkeypatch.setitem(vars(monograph), "load", load)
+    assert main(["generate", "m", "x"]) == 0
+    assert capsys.readouterr().err == "monograph: warning: max_seq_len is 4,096: the longest that fits\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["sing"], "invalid choice: 'sing'"),
+        (["generate"], "arguments are required: MODEL"),
+        (["generate", "m", "x", "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
+        (["generate", "m", "x", "--max-seq-len", "many"], "--max-seq-len: invalid number value: 'many'"),
+        (["generate", "m", "x", "--temperature", "hot"], "--temperature: invalid float value: 'hot'"),
+        (["generate", "m", "x", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
+        (["generate", "m", "x", "--raw", "--system", "s"], "--system is part of the chat template"),
+        (["generate", "m", "caf\udce9"], "argument PROMPT: not UTF-8 text (character 4)"),
+        (["chat", "m", "--system", "caf\udce9"], "argument --system: not UTF-8 text (character 4)"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], complaint: str, engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert complaint in capsys.readouterr().err
+    assert not engines
+
+
+def test_help_and_usage_errors_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys, monograph.cli\n"
+        "for arguments in (['--help'], ['generate', '--help'], ['--version'], []):\n"
+        "    try: monograph.cli.main(arguments)\n"
+        "    except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'triton', 'tokenizers', 'huggingface_hub', 'jinja2', 'gguf'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True, capture_output=True, timeout=60)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"monograph {monograph.__version__}\n"
+
+
+def test_later_commands_are_not_promised() -> None:
+    text = make_parser().format_help()
+    assert not [word for word in ("serve", "bench", "doctor") if word in text]
+
+
+def test_python_m_monograph() -> None:
+    command = [sys.executable, "-m", "monograph", "--help"]
+    result = subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, text=True, timeout=60)
+    assert result.stdout == make_parser().format_help()
+
+
+def test_b33_broken_pipe_is_quiet() -> None:
+    """The reader of an endless answer leaves after its first bytes."""
+    reader, writer = os.pipe()
+    command = [sys.executable, str(ROOT / "tests" / "fake_engine.py"), "generate", "m", "never"]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=writer, stderr=subprocess.PIPE) as process:
+        os.close(writer)
+        assert os.read(reader, 1)
+        os.close(reader)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+
+
+def test_b33_closed_stdout_from_the_start() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = fake_command("--help", stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_narrow_encoding() -> None:
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, str(ROOT / "tests" / "fake_engine.py"), "generate", "m", "steer"]
+    result = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
+    assert result.stdout == b"a[2Jb31mc\n\td?\n"
