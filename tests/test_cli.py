@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +105,18 @@ def test_answer_options(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPat
     assert engines[2].asked[0]["sampling"] == monograph.Sampling(temperature=0.0)
 
 
+@pytest.mark.parametrize("prompt", ["- a list", "$5 'and' \\"])
+def test_arguments_in_any_order(prompt: str, engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--seed", "1", "m", "--temperature", "0", "--", prompt]) == 0
+    assert capsys.readouterr().out == f"You said: {prompt}.\n"
+
+
 def test_every_sampling_field_has_a_flag() -> None:
     fields = set(monograph.Sampling.__dataclass_fields__)
     assert set(SAMPLING_FLAGS) == fields - {"logit_bias"}
 
 
-@pytest.mark.parametrize("arguments", [["generate", "m", "-"], ["generate", "m"], ["chat", "m"]])
+@pytest.mark.parametrize("arguments", [["generate", "m", "-"], ["chat", "m"]])
 def test_prompt_from_stdin(
     arguments: list[str], engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +129,7 @@ def test_stdin_that_is_not_text(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipe_in(monkeypatch, b"ab\xff")
-    assert main(["generate", "m"]) == 1
+    assert main(["generate", "m", "-"]) == 1
     assert capsys.readouterr().err == "monograph: standard input is not UTF-8 text (byte 2)\n"
     assert not engines  # said before a model is loaded
 
@@ -196,16 +204,19 @@ def test_a_bug_keeps_its_traceback(engines: list[FakeEngine]) -> None:
 
 
 def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import warnings
-
     def load(model: str, **options: Any) -> FakeEngine:
         warnings.simplefilter("always")
         warnings.warn("max_seq_len is 4,096:\nthe longest that fits", stacklevel=1)
+        logging.getLogger("monograph").warning("%d tokens", 7)
         return FakeEngine()
 
     monkeypatch.setitem(vars(monograph), "load", load)
     assert main(["generate", "m", "x"]) == 0
-    assert capsys.readouterr().err == "monograph: warning: max_seq_len is 4,096: the longest that fits\n"
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "monograph: warning: max_seq_len is 4,096: the longest that fits",
+        "monograph: warning: 7 tokens",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +224,7 @@ def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     [
         ([], "arguments are required: COMMAND"),
         (["sing"], "invalid choice: 'sing'"),
-        (["generate"], "arguments are required: MODEL"),
+        (["generate", "m"], "arguments are required: PROMPT"),
         (["generate", "m", "x", "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
         (["generate", "m", "x", "--max-seq-len", "many"], "--max-seq-len: invalid number value: 'many'"),
         (["generate", "m", "x", "--temperature", "hot"], "--temperature: invalid float value: 'hot'"),

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import os
 import sys
 import warnings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from monograph.model.sampling import Sampling
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+SHORT_DTYPES = ("bf16", "fp16", "fp32")
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "temperature": (float, "divisor of the scores; 0 is greedy"),
     "top_k": (int, "keep the K best tokens; 0 keeps all"),
@@ -102,14 +104,12 @@ def make_parser() -> argparse.ArgumentParser:
         "generate",
         prog="monograph generate",
         help="answer one prompt",
-        usage="monograph generate MODEL [PROMPT] [options]",
+        usage="monograph generate MODEL PROMPT [options]",
         description="Answer one prompt. A model with a chat template gets the prompt as a user message.",
         epilog="Control characters are left out of plain text; --json has the text as it is.",
     )
     _add_model(generate)
-    generate.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", type=_text, help="the prompt; '-' or nothing: standard input"
-    )
+    generate.add_argument("prompt", metavar="PROMPT", type=_text, help="the prompt; '-' reads it from standard input")
     generate.add_argument("--system", type=_text, metavar="TEXT", help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--json", action="store_true", help="print text, tokens, finish reason and stats as JSON")
@@ -153,7 +153,11 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         "--max-seq-len", type=_count, metavar="N", help="tokens of prompt and answer to reserve memory for"
     )
     group.add_argument(
-        "--dtype", choices=DTYPES, default="auto", metavar="TYPE", help=f"{', '.join(DTYPES)} (the default: auto)"
+        "--dtype",
+        choices=DTYPES + SHORT_DTYPES,
+        default="auto",
+        metavar="TYPE",
+        help=f"{', '.join(DTYPES)} (the default: auto)",
     )
     group.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 (the default: auto)")
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face repo")
@@ -162,7 +166,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    message = None if sys.stdin.isatty() else _read_stdin()
+    message = None if sys.stdin is not None and sys.stdin.isatty() else _read_stdin()
     options = {**_answer_options(args), "sampling": _sampling(args)}
     with _load(args) as engine:
         if engine.tokenizer.chat_template is None:
@@ -180,7 +184,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         _usage_error("--system is part of the chat template, which --raw leaves out")
-    prompt = args.prompt if args.prompt not in (None, "-") else _read_stdin()
+    prompt = args.prompt if args.prompt != "-" else _read_stdin()
     options = {**_answer_options(args), "sampling": _sampling(args)}
     with _load(args) as engine:
         stream = engine.stream(_prompt_ids(engine, prompt, args), **options)
@@ -237,8 +241,8 @@ def _prompt_ids(engine: Engine, prompt: str, args: argparse.Namespace) -> str | 
 
 def _read_stdin() -> str:
     """The prompt from standard input, less the line end that `echo` adds."""
-    if sys.stdin.isatty():
-        _usage_error("no prompt: give one as an argument or through standard input")
+    if sys.stdin is None:  # closed by the caller
+        return ""
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -283,9 +287,19 @@ def _plain_output() -> Iterator[None]:
     """Warnings as one line; characters that the terminal's encoding lacks as '?', not as a crash in mid-answer."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_args, **_kwargs: complain(f"warning: {message}")
-        yield
+    logger, handler = logging.getLogger("monograph"), _WarningLines(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_args, **_kwargs: complain(f"warning: {message}")
+            yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _WarningLines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(f"warning: {record.getMessage()}")
 
 
 class _Parser(argparse.ArgumentParser):
