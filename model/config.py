@@ -271,9 +271,7 @@ def _read_rope(fields: Fields, max_position: int) -> RopeConfig:
     # A top-level original length wins over the nested one, as for transformers.
     original = fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
     original = original or nested.integer("original_max_position_embeddings", 1, MAX_POSITIONS) or max_position
-    return RopeConfig(
-        rope_type, theta, given["factor"], given["low_freq_factor"], given["high_freq_factor"], original
-    )
+    return RopeConfig(rope_type, theta, given["factor"], given["low_freq_factor"], given["high_freq_factor"], original)
 
 
 def _nested_rope(fields: Fields) -> Fields | None:

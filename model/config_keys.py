@@ -14,16 +14,21 @@ from typing import Any
 from monograph.errors import ConfigError
 from monograph.model.json_file import describe
 
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # Read by config.py and checked there.
-READ = frozenset(
+READ = _names(
     """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings attention_bias
     mlp_bias rope_theta rope_scaling rope_parameters original_max_position_embeddings torch_dtype dtype bos_token_id
-    eos_token_id""".split()
+    eos_token_id"""
 )
 
 # Bookkeeping, training and generation settings: no effect on the logits of a given text.
-HARMLESS = frozenset(
+HARMLESS = _names(
     """auto_map attn_implementation attention_implementation begin_suppress_tokens bad_words_ids chunk_size_feed_forward
     decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
     exponential_decay_length_penalty finetuning_task flash_attention forced_bos_token_id forced_eos_token_id
@@ -34,7 +39,7 @@ HARMLESS = frozenset(
     problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
     suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torchscript
     transformers_version typical_p unk_token_id use_bfloat16 use_cache use_flash_attention use_flash_attention_2
-    use_flash_attn use_flash_attn_2""".split()
+    use_flash_attn use_flash_attn_2"""
 )
 HARMLESS_PREFIXES = ("_", "transformers.js", "unsloth")
 HARMLESS_PARTS = ("dropout", "pdrop", "layerdrop")
@@ -67,12 +72,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 # Beginnings of words that make an unlisted key suspect.
-SUSPECT = tuple(
+SUSPECT = _names(
     """activation adapter alibi alpha attention attn audio beta bias bits clip compress conv depth dim draft eagle embd
     embed epsilon eps expert factor ffn freq gate gating head hidden image kv latent layer linear logit lora mamba
     medusa mlp moe multiplier mup norm ntk parallel position projector qk quant query rank recurrent residual retention
     rms rope rotary router scal sink skip sliding softcap soft sparse sparsity ssm state theta vision vocab width window
-    yarn""".split()
+    yarn"""
 )
 
 _WAY_OUT = {

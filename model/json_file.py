@@ -30,7 +30,9 @@ def read_json_object(path: Path, error: type[MonographError]) -> Mapping[str, An
             raise error(f"{path}: expected a JSON file of at most {MAX_JSON_NBYTES:,} bytes, got {nbytes:,}")
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise error(f"{path}: expected UTF-8 text, got byte 0x{fault.object[fault.start]:02x} at {fault.start}") from None
+        raise error(
+            f"{path}: expected UTF-8 text, got byte 0x{fault.object[fault.start]:02x} at {fault.start}"
+        ) from None
     except OSError as fault:
         if isinstance(fault, error):
             raise

@@ -26,7 +26,8 @@ def inv_freq(config: ModelConfig) -> torch.Tensor:
     if rope.rope_type == "linear":
         return frequencies / rope.factor
     if rope.rope_type == "llama3":
-        assert rope.low_freq_factor is not None and rope.high_freq_factor is not None
+        assert rope.low_freq_factor is not None
+        assert rope.high_freq_factor is not None
         assert rope.original_max_position_embeddings is not None
         fits = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # wavelengths in the original length
         kept = (fits - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

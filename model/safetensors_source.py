@@ -1,0 +1,203 @@
+"""Reading safetensors files one tensor at a time, into memory that belongs to that tensor alone.
+
+A file is 8 bytes of header length (little-endian), a JSON header with dtype, shape and byte range of every tensor, then
+the bytes. Files are read, not mapped: a mapping keeps every page it has touched in the process's resident memory, and
+kills the process if a file shrinks under it. The header is checked as strictly as the reference implementation does:
+ranges lie inside the file, follow each other without gap or overlap, and agree with shape and dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeGuard
+
+import torch
+
+from monograph.errors import CheckpointError
+from monograph.model.json_file import describe
+from monograph.model.manifest import WeightManifest
+
+MAX_HEADER_NBYTES = 100_000_000
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "C64": torch.complex64,
+}
+_INCOMPLETE = "the download looks incomplete; fetch the model again"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # in the file, bytes
+    nbytes: int
+
+
+class SafetensorsSource:
+    """The tensors of one model in safetensors files. Implements `checkpoint.Source`."""
+
+    def __init__(self, manifest: WeightManifest) -> None:
+        """Read the headers of all files.
+
+        Raises:
+            CheckpointError: A file is absent, cut short or damaged, or lacks tensors that the index places in it. Every
+                such tensor is named.
+        """
+        self._open_path: Path | None = None
+        self._open_file: IO[bytes] | None = None
+        self._entries: dict[str, _Entry] = {}
+        misplaced: list[str] = []
+        for path in manifest.files:
+            found = read_header(path)
+            if manifest.weight_map is None:
+                self._entries.update(found)
+                continue
+            listed = [name for name, shard in manifest.weight_map.items() if shard == path]
+            misplaced += [f"{name} (not in {path.name})" for name in listed if name not in found]
+            # A tensor that a shard holds beside its listed ones is still part of the checkpoint.
+            self._entries.update({name: found[name] for name in listed if name in found})
+            self._entries.update({name: found[name] for name in found if name not in manifest.weight_map})
+        if misplaced:
+            raise CheckpointError(
+                f"{manifest.files[0].parent}: tensors absent from the file that the index names: "
+                f"{', '.join(misplaced)}; {_INCOMPLETE}"
+            )
+
+    def names(self) -> set[str]:
+        return set(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._entry(name).dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        entry = self._entry(name)
+        buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
+        window = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        try:
+            file = self._file(entry.path)
+            file.seek(entry.offset)
+            filled = 0
+            while filled < entry.nbytes:  # one call reads at most 2 GiB
+                count = file.readinto(window[filled:])  # type: ignore[attr-defined]
+                if not count:
+                    raise CheckpointError(f"{entry.path}: {name}: file ends inside the tensor; {_INCOMPLETE}")
+                filled += count
+        except OSError as fault:
+            if isinstance(fault, CheckpointError):
+                raise
+            raise CheckpointError(f"{entry.path}: {name}: cannot be read: {fault.strerror or fault}") from fault
+        return buffer.view(entry.dtype).reshape(entry.shape)
+
+    def close(self) -> None:
+        if self._open_file is not None:
+            self._open_file.close()
+        self._open_file = self._open_path = None
+
+    def _entry(self, name: str) -> _Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{name}: no such tensor in the checkpoint") from None
+
+    def _file(self, path: Path) -> IO[bytes]:
+        if self._open_file is None or self._open_path != path:
+            self.close()
+            self._open_file, self._open_path = path.open("rb", buffering=0), path
+        return self._open_file
+
+
+def read_header(path: Path) -> dict[str, _Entry]:
+    """Read and check the header of one file. Raises CheckpointError naming the file and what is wrong with it."""
+    try:
+        file_nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            header_nbytes = int.from_bytes(start, "little")
+            if len(start) < 8 or header_nbytes > file_nbytes - 8:
+                raise CheckpointError(f"{path}: file of {file_nbytes:,} bytes ends inside its header; {_INCOMPLETE}")
+            if header_nbytes > MAX_HEADER_NBYTES:
+                raise CheckpointError(
+                    f"{path}: header of {header_nbytes:,} bytes; expected {MAX_HEADER_NBYTES:,} at most"
+                )
+            raw = file.read(header_nbytes)
+    except OSError as fault:
+        if isinstance(fault, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as fault:
+        raise CheckpointError(f"{path}: header is not a safetensors header: {fault}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: header is not a safetensors header: {describe(header)}")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, fact, 8 + header_nbytes) for name, fact in header.items()}
+    _check_ranges(path, entries, 8 + header_nbytes, file_nbytes)
+    return entries
+
+
+def _entry(path: Path, name: str, fact: object, data_start: int) -> _Entry:
+    if not isinstance(fact, dict):
+        raise CheckpointError(f"{path}: {name}: expected dtype, shape and data_offsets, got {describe(fact)}")
+    dtype = _DTYPES.get(fact["dtype"]) if isinstance(fact.get("dtype"), str) else None
+    if dtype is None:
+        raise CheckpointError(
+            f"{path}: {name}: expected a dtype of {', '.join(_DTYPES)}, got {describe(fact.get('dtype'))}"
+        )
+    shape, offsets = fact.get("shape"), fact.get("data_offsets")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{path}: {name}: damaged shape {describe(shape)} or data_offsets {describe(offsets)}")
+    begin, end = offsets
+    nbytes = math.prod(shape) * dtype.itemsize
+    if end - begin != nbytes:
+        raise CheckpointError(
+            f"{path}: {name}: shape {shape} needs {nbytes:,} bytes, data_offsets give {end - begin:,}"
+        )
+    return _Entry(path, dtype, tuple(shape), data_start + begin, nbytes)
+
+
+def _check_ranges(path: Path, entries: dict[str, _Entry], data_start: int, file_nbytes: int) -> None:
+    end = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != end:
+            raise CheckpointError(f"{path}: {name}: starts at byte {entry.offset:,}, expected {end:,}: damaged header")
+        end += entry.nbytes
+    if end > file_nbytes:
+        raise CheckpointError(f"{path}: file has {file_nbytes:,} bytes, its header names {end:,}; {_INCOMPLETE}")
+    if end < file_nbytes:
+        raise CheckpointError(f"{path}: file has {file_nbytes:,} bytes, its header names only {end:,}: damaged file")
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(
+        isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**62 for each in values
+    )
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found

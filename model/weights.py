@@ -1,0 +1,150 @@
+"""From a checkpoint into the arena: every tensor straight into the rows that the kernels will read.
+
+q, k and v of a layer share one slot, gate and up another; each is copied into its range of rows, so nothing is
+concatenated and no second copy exists. Beside the arena, at most one tensor of the checkpoint is alive at any moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+
+from monograph.errors import CheckpointError
+from monograph.model.checkpoint import (
+    EMBED,
+    FINAL_NORM,
+    LM_HEAD,
+    Source,
+    check_complete,
+    layer_name,
+)
+from monograph.model.config import ModelConfig
+from monograph.model.rope import rope_table
+
+Progress = Callable[[int, int], None]
+
+# Elements converted, compared or tabulated at a time: what a conversion needs beside slot and tensor.
+_BLOCK_ELEMENTS = 1 << 22
+
+
+class Views(Protocol):
+    """What this module asks of an arena: the tensor of a slot by name."""
+
+    def view(self, name: str) -> torch.Tensor: ...
+
+
+class Placement(NamedTuple):
+    """Where a tensor of the checkpoint goes: rows first_row .. first_row + rows of a slot."""
+
+    tensor: str
+    slot: str
+    first_row: int
+    rows: int
+
+
+def placements(config: ModelConfig) -> Iterator[Placement]:
+    """Yield the place of every wanted tensor, in the order of the checkpoint."""
+    q_rows, kv_rows = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inter, hidden = config.intermediate_size, config.hidden_size
+    yield Placement(EMBED, "embed", 0, config.vocab_size)
+    fused = (
+        ("self_attn.q_proj", "qkv", 0, q_rows, config.attention_bias),
+        ("self_attn.k_proj", "qkv", q_rows, kv_rows, config.attention_bias),
+        ("self_attn.v_proj", "qkv", q_rows + kv_rows, kv_rows, config.attention_bias),
+        ("self_attn.o_proj", "o", 0, hidden, config.attention_bias),
+        ("mlp.gate_proj", "gate_up", 0, inter, config.mlp_bias),
+        ("mlp.up_proj", "gate_up", inter, inter, config.mlp_bias),
+        ("mlp.down_proj", "down", 0, hidden, config.mlp_bias),
+    )
+    for layer in range(config.num_layers):
+        slots = f"layers.{layer}."
+        yield Placement(layer_name(layer, "input_layernorm"), f"{slots}attn_norm", 0, hidden)
+        for part, slot, first_row, rows, bias in fused:
+            yield Placement(layer_name(layer, part), slots + slot, first_row, rows)
+            if bias:
+                yield Placement(layer_name(layer, part, "bias"), f"{slots}{slot}_bias", first_row, rows)
+        yield Placement(layer_name(layer, "post_attention_layernorm"), f"{slots}mlp_norm", 0, hidden)
+    yield Placement(FINAL_NORM, "final_norm", 0, hidden)
+    if not config.tie_word_embeddings:
+        yield Placement(LM_HEAD, "lm_head", 0, config.vocab_size)
+
+
+def load_weights(source: Source, config: ModelConfig, arena: Views, progress: Progress | None = None) -> None:
+    """Fill every weight slot of an arena, the RoPE table included.
+
+    Args:
+        source: The checkpoint; stays open.
+        config: The model that the arena was planned for.
+        arena: Gives the slots; the dtype of each decides what its tensors are converted to.
+        progress: Called after every tensor with the bytes filled so far and in all.
+
+    Raises:
+        CheckpointError: The checkpoint is incomplete or does not fit the configuration (nothing has been written then),
+            a finite weight does not fit the slot's dtype, or a head that should be tied differs from the embedding.
+    """
+    check_complete(source, config)
+    names = source.names()
+    total = sum(_rows(arena, place).nbytes for place in placements(config))
+    done = 0
+    for place in placements(config):
+        stored = LM_HEAD if place.tensor == EMBED and EMBED not in names else place.tensor
+        destination = _rows(arena, place)
+        _copy(source.read(stored), destination, stored)
+        done += destination.nbytes
+        if progress is not None:
+            progress(done, total)
+    if config.tie_word_embeddings and EMBED in names and LM_HEAD in names:
+        _check_tied(source.read(LM_HEAD), arena.view("embed"))
+    _fill_rope_table(config, arena.view("rope_table"))
+
+
+def _rows(arena: Views, place: Placement) -> torch.Tensor:
+    return arena.view(place.slot)[place.first_row : place.first_row + place.rows]
+
+
+def _copy(tensor: torch.Tensor, destination: torch.Tensor, name: str) -> None:
+    if tensor.shape != destination.shape:
+        raise CheckpointError(f"{name}: expected shape {list(destination.shape)}, got {list(tensor.shape)}")
+    if tensor.dtype == destination.dtype:
+        destination.copy_(tensor)
+        return
+    narrows = torch.finfo(destination.dtype).max < torch.finfo(tensor.dtype).max
+    for block in _blocks(tensor.shape):
+        converted = tensor[block].to(destination.dtype)
+        if narrows:
+            _check_range(tensor[block], converted, name)
+        destination[block].copy_(converted)
+
+
+def _check_range(stored: torch.Tensor, converted: torch.Tensor, name: str) -> None:
+    overflown = converted.isinf() & stored.isfinite()
+    if overflown.any():
+        worst = stored[overflown].abs().max().item()
+        dtype = str(converted.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name}: a weight of magnitude {worst:g} does not fit {dtype} (largest value "
+            f"{torch.finfo(converted.dtype).max:g}); load the model in bfloat16 or float32"
+        )
+
+
+def _check_tied(head: torch.Tensor, embed: torch.Tensor) -> None:
+    for block in _blocks(head.shape):
+        if not torch.equal(head[block].to(embed.dtype), embed[block].to(head.device)):
+            raise CheckpointError(
+                f"{LM_HEAD}: expected the same values as {EMBED}, since tie_word_embeddings is true, got others; "
+                "a model with a head of its own needs tie_word_embeddings false in config.json"
+            )
+
+
+def _fill_rope_table(config: ModelConfig, table: torch.Tensor) -> None:
+    max_seq_len = table.shape[0]
+    for block in _blocks(table.shape):
+        table[block].copy_(rope_table(config, min(block.stop, max_seq_len), first=block.start))
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    rows = max(1, _BLOCK_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
+    for first in range(0, shape[0], rows):
+        yield slice(first, min(first + rows, shape[0]))
