@@ -1,0 +1,3 @@
+"""Device helpers that several kernels share."""
+
+from __future__ import annotations
