@@ -1,0 +1,301 @@
+"""A loaded model: one arena, one program, one answer at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from monograph.arena import Arena, HostMemory, Layout
+from monograph.errors import ConfigError, EngineError, PromptError
+from monograph.model.chat import Chat
+from monograph.model.checkpoint import Source
+from monograph.model.config import ModelConfig
+from monograph.model.generate import Answer, Completion
+from monograph.model.generation_config import GenerationDefaults, merged_eos_token_ids
+from monograph.model.layout import MAX_STOP_IDS, Capacity, plan_host_layout
+from monograph.model.open import OpenModel, open_model
+from monograph.model.plan import choose_device, choose_dtype, make_plan
+from monograph.model.program import Program, build_program, run
+from monograph.model.sampling import Sampling
+from monograph.model.state import StepState
+from monograph.model.stream import Stream, collect, longest_common_prefix
+from monograph.model.text_stream import TextStream
+from monograph.model.tokenizer import Tokenizer
+from monograph.model.weights import load_weights
+
+
+def load(
+    model: str,
+    *,
+    revision: str | None = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    max_seq_len: int | None = None,
+    token: str | None = None,
+    local_files_only: bool = False,
+) -> Engine:
+    """Load a Llama-style model.
+
+    Args:
+        model: "org/name" on the Hugging Face Hub, a folder in its form, or a .gguf file.
+        revision: Branch, tag or commit on the Hub.
+        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
+        dtype: Of weights and KV cache: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+        max_seq_len: Tokens of prompt and answer together that the arena has room for; None for the model's own
+            maximum, or the longest that fits.
+        token: Hub access token; by default the one that is logged in.
+        local_files_only: Never ask the network.
+
+    Returns:
+        The engine, ready to answer. Close it, or use it in a with statement, to free its memory.
+
+    Raises:
+        HubError: The Hub could not supply the files.
+        ConfigError: The model is of a kind that is not supported, or an argument is wrong.
+        CheckpointError: Files are missing, damaged or do not match the configuration.
+        CapacityError: It does not fit; says the need, what is free and the longest length that fits.
+    """
+    opened = open_model(model, revision=revision, token=token, local_files_only=local_files_only)
+    where = choose_device(device)
+    if opened.config.dtype is not None or dtype != "auto":  # refuse what does not fit before weights are fetched
+        make_plan(opened.config, where, choose_dtype(dtype, opened.config, where), max_seq_len)
+    with closing(opened.source()) as source:
+        plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)
+        return Engine(opened, source, plan.capacity, plan.layout, where)
+
+
+class Engine:
+    """A model in its arena. Made by ``monograph.load``.
+
+    One answer runs at a time; starting a second while one is unfinished raises EngineError.
+
+    Attributes:
+        config: The model's configuration.
+        tokenizer: Text to ids and back, chat template.
+        layout: The memory map.
+        capacity: What the arena was planned for.
+        defaults: What the model's generation_config.json says.
+        device: Where the arena is.
+    """
+
+    def __init__(
+        self, opened: OpenModel, source: Source, capacity: Capacity, layout: Layout, device: torch.device
+    ) -> None:
+        self.config: ModelConfig = opened.config
+        self.tokenizer: Tokenizer = opened.tokenizer()
+        self.defaults: GenerationDefaults = opened.defaults
+        self.capacity, self.layout, self.device = capacity, layout, device
+        self._arena = Arena(layout, device)
+        try:
+            load_weights(source, opened.config, self._arena)
+            self._host = HostMemory(plan_host_layout(capacity), device)
+            self._state = StepState(self._arena, self._host)
+            self._program: Program = build_program(opened.config, capacity, self._arena, self._host)
+        except BaseException:
+            self._arena.close()
+            raise
+        self._busy = threading.Lock()
+        self._cached: list[int] = []  # the tokens whose keys and values the cache holds, from position 0
+        self._closed = False
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        reuse: bool = False,
+    ) -> Completion:
+        """Answer a prompt. Arguments and errors as ``stream``.
+
+        Returns:
+            The whole answer.
+        """
+        return collect(self.stream(prompt, max_new_tokens, sampling=sampling, stop=stop, reuse=reuse))
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        reuse: bool = False,
+    ) -> Stream:
+        """Answer a prompt piece by piece.
+
+        Args:
+            prompt: Text, encoded as it stands with the tokenizer's special tokens (for a chat use ``chat``), or ids.
+            max_new_tokens: The most tokens of the answer; None for the model author's value, or as many as fit.
+            sampling: Settings; what they leave open the model's generation_config.json decides.
+            stop: Strings that end the answer; neither they nor anything after them is in its text.
+            reuse: Keep the KV rows of the longest prefix that the cache holds already. Faster; rows written by an
+                earlier answer can differ in their last bits from those of a cold run.
+
+        Returns:
+            An iterator of chunks; closing it cancels the answer.
+
+        Raises:
+            PromptError: Empty, too long for the arena, or with an id that the model does not have.
+            ConfigError: A setting out of range.
+            EngineError: Closed; or, at the first chunk, busy with another answer.
+            NumericsError: While iterating: the model's logits are not finite.
+        """
+        self._check_open()
+        ids = self._checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        settings = (sampling or Sampling()).resolve(self.defaults.sampling())
+        settings.check_vocabulary(self.config.vocab_size)
+        answer = Answer(
+            self._program,
+            self._state,
+            ids,
+            reused=min(longest_common_prefix(ids, self._cached), len(ids) - 1) if reuse else 0,
+            position_limit=self._position_limit(len(ids), max_new_tokens),
+            stop_ids=self._stop_ids(),
+            sampling=settings,
+        )
+        return Stream(
+            answer, TextStream(self.tokenizer, [*stop, *self.defaults.stop_strings]), self._enter, self._leave
+        )
+
+    def chat(self, system: str | None = None) -> Chat:
+        """Start a conversation.
+
+        Args:
+            system: Content of a system message; None leaves it to the template.
+        """
+        self._check_open()
+        return Chat(self, system)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], *, through: Literal["prefill", "decode"] = "prefill") -> torch.Tensor:
+        """Teacher-forced logits.
+
+        Args:
+            ids: A sequence of at least one token, at most ``max_seq_len``.
+            through: Which pass makes them: chunks, or one token at a time.
+
+        Returns:
+            [len(ids), vocab_size] float32 on the CPU; row i belongs to the token after ``ids[i]``.
+
+        Raises:
+            PromptError: As ``stream``.
+            EngineError: Closed or busy.
+        """
+        if through not in ("prefill", "decode"):
+            raise ConfigError(f"through: expected 'prefill' or 'decode', got {through!r}")
+        self._check_open()
+        checked = self._checked_ids(ids, spare=0)
+        out = torch.empty(len(checked), self.config.vocab_size, dtype=torch.float32)
+        self._enter()
+        try:
+            self._cached = []
+            self._state.set_rows(checked, 0)
+            self._state.start_forced()
+            (self._prefill_logits if through == "prefill" else self._decode_logits)(out)
+            self._cached = checked
+        finally:
+            self._state.halt()
+            self._busy.release()
+        return out
+
+    def _prefill_logits(self, out: torch.Tensor) -> None:
+        chunk, piece = self.capacity.chunk_rows, self.capacity.logits_rows
+        made = self._arena.view("logits_rows")
+        for start in range(0, len(out), chunk):
+            self._state.set_position(start)
+            run(self._program.prefill_layers)
+            for first in range(0, min(chunk, len(out) - start), piece):
+                self._state.set_first_row(first)
+                run(self._program.prefill_logits)
+                rows = out[start + first : min(start + chunk, start + first + piece)]
+                rows.copy_(made[: len(rows)])
+
+    def _decode_logits(self, out: torch.Tensor) -> None:
+        made = self._arena.view("logits")
+        for position, row in enumerate(out):
+            self._state.set_position(position)
+            run(self._program.decode_logits)
+            row.copy_(made)
+
+    def close(self) -> None:
+        """Free the engine's memory. Closing twice does no harm; any other use afterwards raises EngineError."""
+        if not self._closed:
+            self._closed = True
+            self._cached = []
+            self._program = Program((), (), ())
+            del self._state
+            self._host.close()
+            self._arena.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        dtype = str(self.capacity.dtype).removeprefix("torch.")
+        state = "closed" if self._closed else f"on {self.device}"
+        return f"Engine({self.config.model_type}, {dtype}, max_seq_len {self.capacity.max_seq_len:,}, {state})"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this engine was closed; load the model again")
+
+    def _enter(self) -> None:
+        self._check_open()
+        if not self._busy.acquire(blocking=False):
+            raise EngineError("this engine is busy with another answer; finish that or close its stream first")
+
+    def _leave(self, answer: Answer, trusted: bool) -> None:
+        if not self._closed:
+            self._state.halt()
+            self._cached = answer.cached_ids() if trusted else []
+        self._busy.release()
+
+    def _checked_ids(self, ids: Sequence[int], spare: int = 1) -> list[int]:
+        checked: list[int] = []
+        for i, token_id in enumerate(ids):
+            if (
+                isinstance(token_id, bool)
+                or not isinstance(token_id, int)
+                or not 0 <= token_id < self.config.vocab_size
+            ):
+                raise PromptError(
+                    f"prompt: expected token ids 0..{self.config.vocab_size - 1}, got {token_id!r} at position {i}"
+                )
+            checked.append(token_id)
+        if not checked:
+            raise PromptError("prompt: expected at least one token, got none; give some text, or a BOS token")
+        if len(checked) + spare > self.capacity.max_seq_len:
+            raise PromptError(
+                f"prompt of {len(checked):,} tokens leaves no room in max_seq_len {self.capacity.max_seq_len:,}; shorten "
+                f"it, or load with max_seq_len={len(checked) + 256} or more (the model's limit is "
+                f"{self.config.max_position_embeddings:,})"
+            )
+        return checked
+
+    def _position_limit(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        if max_new_tokens is None:
+            max_new_tokens = self.defaults.max_new_tokens
+        if max_new_tokens is None:
+            return self.capacity.max_seq_len
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens: expected an integer of at least 1, got {max_new_tokens!r}")
+        return min(prompt_tokens + max_new_tokens, self.capacity.max_seq_len)
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        stop_ids = merged_eos_token_ids(self.config, self.defaults) or self.tokenizer.eos_token_ids
+        stop_ids = tuple(i for i in stop_ids if i < self.config.vocab_size)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ConfigError(f"eos_token_id: expected at most {MAX_STOP_IDS} ids, got {len(stop_ids)}")
+        return stop_ids
