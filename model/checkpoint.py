@@ -60,6 +60,11 @@ class Source(Protocol):
         """Return one tensor, contiguous and on the CPU. Raises CheckpointError if its data is damaged."""
         ...
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the weights are stored as quantised blocks, so that no dtype of theirs is the natural one."""
+        ...
+
     def close(self) -> None:
         """Release the files. Calling it twice does no harm."""
         ...
@@ -143,20 +148,22 @@ def check_complete(source: Source, config: ModelConfig) -> None:
         raise CheckpointError("checkpoint does not match its config.json: " + "; ".join(problems))
 
 
-def resolve_dtype(requested: str | torch.dtype, config: ModelConfig, source: Source) -> torch.dtype:
+def resolve_dtype(requested: str | torch.dtype, config: ModelConfig, source: Source | None) -> torch.dtype:
     """Return the dtype that a model's weights shall have.
 
     Args:
         requested: "auto", a dtype, or its name ("bfloat16", "bf16", ...). "auto" is the dtype that the configuration
             names, else the one that most of the checkpoint is stored in.
         config: The model.
-        source: The checkpoint.
+        source: The checkpoint; None if it is not at hand, and then float32 stands for what it is stored in.
 
     Raises:
         ConfigError: The dtype is not one of bfloat16, float16 and float32.
     """
     if isinstance(requested, str) and requested == "auto":
-        return config.dtype if config.dtype is not None else _stored_dtype(source)
+        if config.dtype is not None:
+            return config.dtype
+        return torch.float32 if source is None else _stored_dtype(source)
     known = requested if isinstance(requested, torch.dtype) else _DTYPE_NAMES.get(requested.removeprefix("torch."))
     if known not in DTYPES.values():
         raise ConfigError(f"dtype: expected auto, {', '.join(DTYPES)}, got {requested}")

@@ -156,6 +156,11 @@ class GGUFSource:
     def _error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self._file.path}: {text}")
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the matrices are quantised blocks; the configuration names no dtype then."""
+        return self.config.dtype is None
+
     def close(self) -> None:
         """Release the file. Calling it twice does no harm."""
         if self._pool is not None:

@@ -110,6 +110,11 @@ class SafetensorsSource:
             raise CheckpointError(f"{entry.path}: {name}: cannot be read: {fault.strerror or fault}") from fault
         return buffer.view(entry.dtype).reshape(entry.shape)
 
+    @property
+    def is_quantised(self) -> bool:
+        """Safetensors weights are plain floats."""
+        return False
+
     def close(self) -> None:
         if self._open_file is not None:
             self._open_file.close()
