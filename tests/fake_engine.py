@@ -132,7 +132,7 @@ def run_command(arguments: Sequence[str]) -> int:
     """The ``monograph`` command with a fake engine."""
     from monograph.cli import main
 
-    vars(monograph)["load"] = lambda model, **options: FakeEngine(**options)
+    setattr(monograph, "load", lambda model, **options: FakeEngine(**options))  # noqa: B010  # mypy knows the real one
     return main(arguments)
 
 
