@@ -33,7 +33,7 @@ class Repository:
 
     def fetch(self, name: str) -> Path:
         """Return the local path of a file that must be there. Raises what `absent` says if it is not."""
-        path = self.fetch_if_there(name)
+        path = self._fetch(name, trust_absence=False)
         if path is None:
             raise self.absent(name)
         return path
@@ -46,11 +46,15 @@ class Repository:
         Raises:
             HubError: The repository cannot be reached, or does not let us in.
         """
+        return self._fetch(name, trust_absence=True)
+
+    def _fetch(self, name: str, trust_absence: bool) -> Path | None:
         cached = huggingface_hub.try_to_load_from_cache(self.repo_id, name, revision=self.revision)
         pinned = self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
         if isinstance(cached, str) and (pinned or self._offline):
             return Path(cached)
-        if self._offline or (pinned and cached is not None):  # not None and no path: known to be absent
+        # Neither None nor a path stands for a file that this commit was once found not to have.
+        if self._offline or (trust_absence and pinned and cached is not None):
             return None
         try:
             return Path(huggingface_hub.hf_hub_download(self.repo_id, name, revision=self.revision, token=self._token))
@@ -97,6 +101,8 @@ class Repository:
             return f"no such repository, or a private one; check the name, and if it is private, {_LOG_IN}"
         if isinstance(fault, errors.RevisionNotFoundError):
             return f"no revision {self.revision!r}; see its branches and tags at {page}/tree/main"
+        if isinstance(fault, errors.DisabledRepoError):
+            return f"access to the repository is disabled by the Hub; see {page}"
         if isinstance(fault, errors.HfHubHTTPError):
             return self._explain_status(name, fault.response.status_code)
         if isinstance(fault, errors.OfflineModeIsEnabled):
