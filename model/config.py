@@ -67,8 +67,9 @@ class RopeConfig:
         if self.rope_type not in get_args(RopeType):
             supported = ", ".join(get_args(RopeType))
             raise ConfigError(f"rope_type: expected one of {supported}, got {describe(self.rope_type)}; not supported")
-        check_number("rope_theta", self.theta)
-        check_number("rope factor", self.factor)
+        check_number("rope_theta", self.theta, above=1.0)
+        if check_number("rope factor", self.factor) < 1.0:
+            raise ConfigError(f"rope factor: expected a number of at least 1, got {self.factor:g}")
         for divisor in self.frequencies or ():
             check_number("rope frequencies", divisor)
         if self.rope_type != "llama3":
@@ -249,7 +250,8 @@ _ROPE_NEUTRAL: Mapping[str, float] = {"partial_rotary_factor": 1, "attention_fac
 
 def _read_rope(fields: Fields, max_position: int) -> RopeConfig:
     nested = _nested_rope(fields)
-    theta = (nested.number("rope_theta") if nested else None) or fields.number("rope_theta") or DEFAULT_ROPE_THETA
+    theta = (nested.number("rope_theta", 1.0) if nested else None) or fields.number("rope_theta", 1.0)
+    theta = theta or DEFAULT_ROPE_THETA
     if nested is None:
         return RopeConfig(theta=theta)
     rope_type = _rope_type(nested)
