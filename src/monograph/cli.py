@@ -132,7 +132,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face repo (org/name), folder, or .gguf file")
+    parser.add_argument(
+        "model", metavar="MODEL", help="Hugging Face repo (org/name, org/name:file.gguf), folder, or .gguf file"
+    )
 
 
 def _add_answer_options(parser: argparse.ArgumentParser) -> None:
