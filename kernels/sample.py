@@ -15,9 +15,311 @@ import math
 
 import torch
 
-from monograph.kernels.threshold import MASS_BITS, mass_torch, sharpness_torch
+from monograph.kernels.checks import expect, expect_scalars
+from monograph.kernels.device import enter, leave, philox
+from monograph.kernels.threshold import (
+    LOG2_E,
+    MASS_BITS,
+    MAX_SHARPNESS,
+    load_distance,
+    mass,
+    mass_torch,
+    measure,
+    sharpness_torch,
+    threshold,
+)
+from monograph.kernels.tile import TRIGGER_AT_EXIT, Tile, ceil_power_of_two, launch_options, override
+from monograph.kernels.triton_import import tl, triton
 
 STOPPED, FULL, CANCELLED, NON_FINITE = 1, 2, 3, 4  # values of `halted`
+
+_STOPPED, _FULL, _CANCELLED, _NON_FINITE = (tl.constexpr(v) for v in (STOPPED, FULL, CANCELLED, NON_FINITE))
+_LOG2_E, _MAX_SHARPNESS = tl.constexpr(LOG2_E), tl.constexpr(MAX_SHARPNESS)
+_MASS_ONE = tl.constexpr(2**MASS_BITS)
+
+
+@triton.jit
+def _kept_mass(scores_ptr, best, sharpness, limit, least_mass, start, N: tl.constexpr, BLOCK_V: tl.constexpr):
+    """int64 [BLOCK_V]: masses of a run of ids, zero where the token is not kept."""
+    distance = load_distance(scores_ptr, best, start + tl.arange(0, BLOCK_V), N)
+    masses = mass(distance, sharpness)
+    kept = (distance.to(tl.int32, bitcast=True) <= limit) & (masses >= least_mass)
+    return tl.where(kept, masses, 0)
+
+
+@triton.jit
+def _draw(
+    scores_ptr,
+    best,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    new_position,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    sharpness = tl.minimum(tl.div_rn(tl.full([], _LOG2_E, tl.float32), temperature), _MAX_SHARPNESS)
+    limit = 0x7F800000
+    if (top_k > 0) & (top_k < N):
+        limit = threshold(scores_ptr, best, sharpness, False, top_k.to(tl.int64), N, COLUMNS)
+    if top_p < 1:
+        left = measure(scores_ptr, best, sharpness, True, limit, N, COLUMNS)
+        goal = tl.maximum(tl.ceil(top_p.to(tl.float64) * left.to(tl.float64)).to(tl.int64), 1)
+        limit = threshold(scores_ptr, best, sharpness, True, goal, N, COLUMNS)
+    least_mass = tl.ceil(min_p.to(tl.float64) * _MASS_ONE).to(tl.int64)
+    least_mass = tl.minimum(tl.maximum(least_mass, 0), _MASS_ONE)
+
+    offs_b = tl.arange(0, BLOCKS)
+    sums = tl.zeros([BLOCKS], dtype=tl.int64)
+    block = 0
+    while block * BLOCK_V < N:
+        masses = _kept_mass(scores_ptr, best, sharpness, limit, least_mass, block * BLOCK_V, N, BLOCK_V)
+        sums = tl.where(offs_b == block, tl.sum(masses, axis=0), sums)
+        block += 1
+    zero = tl.zeros([], dtype=tl.uint32)
+    key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    low, high, _unused2, _unused3 = philox(new_position.to(tl.uint32), zero, zero, zero, key_low, key_high)
+    fraction = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    target = tl.umulhi(tl.sum(sums, axis=0).to(tl.uint64), fraction).to(tl.int64)  # 0 .. total - 1
+    chosen = tl.sum((tl.cumsum(sums, axis=0) <= target).to(tl.int32), axis=0)
+    target -= tl.sum(tl.where(offs_b < chosen, sums, 0), axis=0)
+    masses = _kept_mass(scores_ptr, best, sharpness, limit, least_mass, chosen * BLOCK_V, N, BLOCK_V)
+    return chosen * BLOCK_V + tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _publish(outbox_tokens_ptr, outbox_status_ptr, token_index, token, position, halted, ON_DEVICE: tl.constexpr):
+    """Host memory: the token (unless its index is negative), then position and halted as one 8-byte word.
+
+    One thread stores both, the second with release semantics for the whole system: a host that sees the new status finds
+    the token.
+    """
+    status = (halted.to(tl.int64) << 32) | position.to(tl.int64)
+    if ON_DEVICE:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first, counts;
+            .reg .b32 thread;
+            .reg .b64 address;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            setp.ge.and.s32 counts, $3, 0, first;
+            mad.wide.s32 address, $3, 4, $1;
+            @counts st.relaxed.sys.global.b32 [address], $4;
+            @first st.release.sys.global.b64 [$2], $5;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,r,r,l",
+            [outbox_tokens_ptr.to(tl.int64), outbox_status_ptr.to(tl.int64), token_index, token, status],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(outbox_tokens_ptr + token_index, token, mask=token_index >= 0)
+        tl.store(outbox_status_ptr.to(tl.pointer_type(tl.int64)), status)
+
+
+@triton.jit
+def _sample_kernel(
+    scores_ptr,  # fp32 [N]
+    best_score_ptr,  # fp32 [PROGRAMS]
+    best_id_ptr,  # int32 [PROGRAMS]
+    temperature_ptr,  # fp32 [1]
+    top_k_ptr,  # int32 [1]
+    top_p_ptr,  # fp32 [1]
+    min_p_ptr,  # fp32 [1]
+    seed_ptr,  # int64 [1]
+    stop_ids_ptr,  # int32 [STOP_IDS]
+    position_limit_ptr,  # int32 [1]
+    cancel_ptr,  # int32 [1], host memory
+    gate_ptr,  # int32 [1]
+    tokens_ptr,  # int32 [max_seq_len]
+    position_ptr,  # int32 [1]
+    prefill_end_ptr,  # int32 [1]
+    output_counts_ptr,  # int32 [N]
+    context_counts_ptr,  # int32 [N]
+    halted_ptr,  # int32 [1]
+    outbox_tokens_ptr,  # int32 [max_seq_len], host memory
+    outbox_status_ptr,  # int32 [2], host memory
+    max_seq_len,
+    chunk,
+    N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    STOP_IDS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if tl.load(halted_ptr) != 0:
+        leave(PDL)
+        return
+    temperature = tl.load(temperature_ptr)
+    position = tl.load(position_ptr)
+    new_position = tl.maximum(tl.load(prefill_end_ptr), position + 1)
+    position_limit = tl.load(position_limit_ptr)
+    offs_i = tl.arange(0, BLOCK_I)
+    stop_ids = tl.load(stop_ids_ptr + offs_i, mask=offs_i < STOP_IDS, other=-1)
+    enter(PDL)
+    if tl.load(gate_ptr) == 0:
+        tl.store(position_ptr, position + chunk)
+        return
+    cancelled = tl.load(cancel_ptr, volatile=True)
+    offs_p = tl.arange(0, BLOCK_P)
+    best_score = tl.load(best_score_ptr + offs_p, mask=offs_p < PROGRAMS, other=float("-inf"))
+    best_id = tl.load(best_id_ptr + offs_p, mask=offs_p < PROGRAMS, other=2147483647)
+    best = tl.max(best_score, axis=0)
+    has_nan = tl.max((best_score != best_score).to(tl.int32), axis=0) > 0
+    if has_nan | (tl.abs(best) == float("inf")):
+        tl.store(halted_ptr, _NON_FINITE)
+        _publish(
+            outbox_tokens_ptr,
+            outbox_status_ptr,
+            -1 + 0 * position,
+            position,
+            position,
+            _NON_FINITE + 0 * position,
+            ON_DEVICE,
+        )
+        return
+    token = tl.min(tl.where(best_score == best, best_id, 2147483647), axis=0)
+    if temperature > 0:
+        token = _draw(
+            scores_ptr,
+            best,
+            temperature,
+            tl.load(top_k_ptr),
+            tl.load(top_p_ptr),
+            tl.load(min_p_ptr),
+            tl.load(seed_ptr),
+            new_position,
+            N,
+            COLUMNS,
+            BLOCK_V,
+            BLOCKS,
+        )
+    stops = tl.max((stop_ids == token).to(tl.int32), axis=0) > 0
+    halted = tl.where(cancelled != 0, _CANCELLED, 0)
+    halted = tl.where(new_position + 1 >= position_limit, _FULL, halted)
+    halted = tl.where(stops, _STOPPED, halted)
+    inside = new_position < max_seq_len
+    tl.store(tokens_ptr + new_position, token, mask=inside)
+    tl.store(output_counts_ptr + token, tl.load(output_counts_ptr + token) + 1)
+    tl.store(context_counts_ptr + token, tl.load(context_counts_ptr + token) + 1)
+    tl.store(position_ptr, new_position)
+    tl.store(halted_ptr, halted)
+    token_index = tl.where(inside, new_position, -1)
+    _publish(outbox_tokens_ptr, outbox_status_ptr, token_index, token, new_position, halted, ON_DEVICE)
+
+
+def sample(
+    scores: torch.Tensor,  # fp32 [vocab_size]
+    best_score: torch.Tensor,  # fp32 [num_programs]
+    best_id: torch.Tensor,  # int32 [num_programs]
+    temperature: torch.Tensor,  # fp32 [1]
+    top_k: torch.Tensor,  # int32 [1]
+    top_p: torch.Tensor,  # fp32 [1]
+    min_p: torch.Tensor,  # fp32 [1]
+    seed: torch.Tensor,  # int64 [1]
+    stop_ids: torch.Tensor,  # int32 [n], padded with -1
+    position_limit: torch.Tensor,  # int32 [1]
+    cancel: torch.Tensor,  # int32 [1], pinned host memory on a GPU
+    gate: torch.Tensor,  # int32 [1], 0: this prefill chunk was not the prompt's last
+    tokens: torch.Tensor,  # int32 [max_seq_len]
+    position: torch.Tensor,  # int32 [1]
+    prefill_end: torch.Tensor,  # int32 [1]
+    output_counts: torch.Tensor,  # int32 [vocab_size]
+    context_counts: torch.Tensor,  # int32 [vocab_size]
+    halted: torch.Tensor,  # int32 [1]
+    outbox_tokens: torch.Tensor,  # int32 [max_seq_len], pinned host memory on a GPU
+    outbox_status: torch.Tensor,  # int32 [2], pinned host memory on a GPU
+    *,
+    chunk: int,
+    pdl: bool = False,
+    tile: Tile | None = None,
+) -> None:
+    """Advances the state by one token (or by `chunk` rows of prefill while `gate` is 0), then publishes it.
+
+    Args:
+        chunk: rows of a prefill chunk.
+        pdl: launch before the predecessor has ended; needs sm_90.
+        tile: overrides of COLUMNS, BLOCK_V (ids of one step of the draw), num_warps, trigger.
+
+    Raises:
+        ValueError: an argument of the wrong shape, dtype or layout.
+    """
+    vocab_size = scores.numel()
+    programs = best_score.numel()
+    max_seq_len = tokens.numel()
+    expect("sample", "scores", scores, (vocab_size,), torch.float32)
+    expect("sample", "best_score", best_score, (programs,), torch.float32)
+    expect("sample", "best_id", best_id, (programs,), torch.int32)
+    expect_scalars("sample", torch.float32, temperature=temperature, top_p=top_p, min_p=min_p)
+    expect_scalars("sample", torch.int64, seed=seed)
+    expect_scalars(
+        "sample",
+        torch.int32,
+        top_k=top_k,
+        position_limit=position_limit,
+        cancel=cancel,
+        gate=gate,
+        position=position,
+        prefill_end=prefill_end,
+        halted=halted,
+    )
+    expect("sample", "stop_ids", stop_ids, (stop_ids.numel(),), torch.int32)
+    expect("sample", "tokens", tokens, (max_seq_len,), torch.int32)
+    expect("sample", "output_counts", output_counts, (vocab_size,), torch.int32)
+    expect("sample", "context_counts", context_counts, (vocab_size,), torch.int32)
+    expect("sample", "outbox_tokens", outbox_tokens, (max_seq_len,), torch.int32)
+    expect("sample", "outbox_status", outbox_status, (2,), torch.int32)
+    default = {"COLUMNS": 2048, "BLOCK_V": 8192, "num_warps": 16, "trigger": TRIGGER_AT_EXIT}
+    t = override("sample", default, tile)
+    _sample_kernel[(1,)](
+        scores,
+        best_score,
+        best_id,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        stop_ids,
+        position_limit,
+        cancel,
+        gate,
+        tokens,
+        position,
+        prefill_end,
+        output_counts,
+        context_counts,
+        halted,
+        outbox_tokens,
+        outbox_status,
+        max_seq_len,
+        chunk,
+        N=vocab_size,
+        PROGRAMS=programs,
+        STOP_IDS=stop_ids.numel(),
+        BLOCK_P=ceil_power_of_two(programs),
+        BLOCK_I=ceil_power_of_two(max(stop_ids.numel(), 1)),
+        COLUMNS=t["COLUMNS"],
+        BLOCK_V=t["BLOCK_V"],
+        BLOCKS=ceil_power_of_two(triton.cdiv(vocab_size, t["BLOCK_V"])),
+        ON_DEVICE=scores.device.type != "cpu",
+        PDL=t["trigger"] if pdl else 0,
+        num_warps=t["num_warps"],
+        **launch_options(pdl, fp_fusion=False),  # masses are the reference's bit for bit
+    )
 
 
 def philox_torch(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

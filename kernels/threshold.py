@@ -1,15 +1,23 @@
-"""Probability masses as whole numbers: the same on every device, in every order of addition.
+"""Thresholds over a vocabulary, in one program: how far below the best score a token may be and still be kept.
 
-A token's mass is 2**-t in units of 2**-40 of the most probable token's mass, rounded down, with t = (max - score) *
-log2(e) / temperature. 2**-t is a polynomial of separate fp32 multiplications and additions (relative error below
-2e-7), so a CPU and a GPU agree on every bit; and whole numbers add exactly, so that sums, and with them the sets kept
-by top-p and the token drawn, depend on neither tiling nor device. A token less than 2**-40 times as probable as the
-best has no mass.
+A token's key is the bit pattern of its distance max - score >= 0: as a whole number it orders distances. The
+threshold for a goal is the smallest key up to which tokens, or their masses, add up to the goal. One pass keeps the
+four smallest keys of each of COLUMNS columns; unless a column held a fifth that matters, the answer is found among
+them, in registers. Otherwise the pass has still raised the lower bound, a few passes of bisection narrow what is
+left, and it starts again.
+
+Masses are whole numbers: the same on every device, in every order of addition. A token's mass is 2**-t in units of
+2**-40 of the most probable token's mass, rounded down, with t = (max - score) * log2(e) / temperature. 2**-t is a
+polynomial of separate fp32 multiplications and additions (relative error below 2e-7), so a CPU and a GPU agree on
+every bit; and whole numbers add exactly, so that the sets kept by top-p and the token drawn depend on neither tiling
+nor device. A token less than 2**-40 times as probable as the best has no mass.
 """
 
 from __future__ import annotations
 
 import torch
+
+from monograph.kernels.triton_import import tl, triton
 
 LOG2_E = 1.4426950408889634
 MASS_BITS = 40  # mass of the most probable token: 2**40; 2**22 tokens of it still fit an int64
@@ -24,6 +32,129 @@ ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest whole number i
 ROUNDER_BITS = 0x4B400000
 FARTHEST = 60.0  # exponents beyond this have no mass
 MAX_SHARPNESS = 3.0e38
+
+
+_C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in (C1, C2, C3, C4, C5))
+_ROUNDER, _ROUNDER_BITS = tl.constexpr(ROUNDER), tl.constexpr(ROUNDER_BITS)
+_FARTHEST = tl.constexpr(FARTHEST)
+_NOTHING = tl.constexpr(0x7FFFFFFF)  # beyond every key: the largest, of an infinite distance, is 0x7F800000
+_NARROWINGS = tl.constexpr(6)  # passes of bisection between two collections
+
+
+@triton.jit
+def mass(distance, sharpness):
+    """int64 masses of tokens at fp32 distances; `mass_torch` bit for bit, provided that nothing is fused."""
+    exponent = tl.minimum(distance * sharpness, _FARTHEST)
+    shifted = exponent + _ROUNDER
+    whole = shifted.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+    part = exponent - (shifted - _ROUNDER)
+    power = part * _C5 + _C4
+    power = power * part + _C3
+    power = power * part + _C2
+    power = power * part + _C1
+    power = power * part + 1.0
+    bits = power.to(tl.int32, bitcast=True) - (whole << 23)
+    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
+    return (mantissa << 17) >> (127 - (bits >> 23)).to(tl.int64)
+
+
+@triton.jit
+def load_distance(scores_ptr, best, offs, N: tl.constexpr):
+    """Distances below the best score; infinite, so of no mass, beyond the vocabulary."""
+    return best - tl.load(scores_ptr + offs, mask=offs < N, other=float("-inf"))
+
+
+@triton.jit
+def measure(scores_ptr, best, sharpness, by_mass, limit, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """One pass: the number (or mass) of tokens with keys up to `limit`, int64."""
+    total = tl.zeros([COLUMNS], dtype=tl.int64)
+    start = 0
+    while start < N:
+        offs = start + tl.arange(0, COLUMNS)
+        distance = load_distance(scores_ptr, best, offs, N)
+        kept = (offs < N) & (distance.to(tl.int32, bitcast=True) <= limit)
+        if by_mass:
+            total += tl.where(kept, mass(distance, sharpness), 0)
+        else:
+            total += kept.to(tl.int64)
+        start += COLUMNS
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _weight(key, sharpness, by_mass):
+    weight = (key != _NOTHING).to(tl.int64)
+    if by_mass:
+        weight *= mass(key.to(tl.float32, bitcast=True), sharpness)
+    return weight
+
+
+@triton.jit
+def _collect(scores_ptr, best, low, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """One pass: each column's four smallest keys from `low` on, and the smallest key of all that were left out."""
+    k0 = tl.full([COLUMNS], _NOTHING, dtype=tl.int32)
+    k1 = k0
+    k2 = k0
+    k3 = k0
+    left_out = k0
+    start = 0
+    while start < N:
+        offs = start + tl.arange(0, COLUMNS)
+        key = load_distance(scores_ptr, best, offs, N).to(tl.int32, bitcast=True)
+        key = tl.where((offs < N) & (key >= low), key, _NOTHING)
+        larger = tl.maximum(k0, key)
+        k0 = tl.minimum(k0, key)
+        key = tl.maximum(k1, larger)
+        k1 = tl.minimum(k1, larger)
+        larger = tl.maximum(k2, key)
+        k2 = tl.minimum(k2, key)
+        key = tl.maximum(k3, larger)
+        k3 = tl.minimum(k3, larger)
+        left_out = tl.minimum(left_out, key)
+        start += COLUMNS
+    return k0, k1, k2, k3, tl.min(left_out, axis=0)
+
+
+@triton.jit
+def _sum_up_to(limit, k0, k1, k2, k3, w0, w1, w2, w3):
+    total = tl.where(k0 <= limit, w0, 0) + tl.where(k1 <= limit, w1, 0)
+    total += tl.where(k2 <= limit, w2, 0) + tl.where(k3 <= limit, w3, 0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def threshold(scores_ptr, best, sharpness, by_mass, goal, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """The smallest key up to which tokens (or, by mass, masses) add up to `goal`, which all of them together reach."""
+    low = 0  # the answer is in [low, high], and keys before low measure `below`
+    high = 0x7F800000
+    below = tl.zeros([], dtype=tl.int64)
+    while low < high:
+        k0, k1, k2, k3, left_out = _collect(scores_ptr, best, low, N, COLUMNS)
+        w0 = _weight(k0, sharpness, by_mass)
+        w1 = _weight(k1, sharpness, by_mass)
+        w2 = _weight(k2, sharpness, by_mass)
+        w3 = _weight(k3, sharpness, by_mass)
+        before = below + _sum_up_to(left_out - 1, k0, k1, k2, k3, w0, w1, w2, w3)
+        if before >= goal:  # no token that was left out matters
+            high = tl.minimum(high, left_out - 1)
+            while low < high:
+                middle = low + (high - low) // 2
+                enough = below + _sum_up_to(middle, k0, k1, k2, k3, w0, w1, w2, w3) >= goal
+                high = tl.where(enough, middle, high)
+                low = tl.where(enough, low, middle + 1)
+        else:
+            low = left_out
+            below = before
+            passes = 0
+            while (low < high) & (passes < _NARROWINGS):
+                middle = low + (high - low) // 2
+                reached = measure(scores_ptr, best, sharpness, by_mass, middle, N, COLUMNS)
+                enough = reached >= goal
+                below = tl.where(enough, below, reached)
+                high = tl.where(enough, middle, high)
+                low = tl.where(enough, low, middle + 1)
+                passes += 1
+    return low
 
 
 def sharpness_torch(temperature: torch.Tensor) -> torch.Tensor:

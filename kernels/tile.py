@@ -1,0 +1,91 @@
+"""Block sizes, warps and trigger modes: one default for each kernel and shape class, and how a caller overrides them.
+
+A matrix-vector kernel keeps whole rows of its tile in registers, asked for before the kernel waits for its input, so
+a tile is as large as registers allow: rows = bytes_per_thread * threads / row bytes. A chunk of BLOCK_K columns is
+spread over all threads of a program, 16 bytes for each, so that every weight load is 128 bits wide.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# When a kernel lets its successor start (programmatic dependent launch). The successor's programs become resident only
+# once every program of this kernel has started, so the right mode is a property of the whole step.
+TRIGGER_FIRST = 1  # at the very start
+TRIGGER_AFTER_WAIT = 2  # once the input is there
+TRIGGER_AT_EXIT = 3  # implicit
+
+TARGET_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: below this, smaller tiles fill the GPU better
+MAX_WARPS = 16
+
+Tile = dict[str, int]
+
+
+def vector_width(dtype: torch.dtype) -> int:
+    """Elements of a 128-bit load."""
+    return 16 // dtype.itemsize
+
+
+def matvec_tile(
+    out_rows: int,
+    in_features: int,
+    dtype: torch.dtype,
+    *,
+    num_warps: int,
+    bytes_per_thread: int,
+    trigger: int = TRIGGER_FIRST,
+    max_rows: int = 16,
+) -> Tile:
+    """The default tile of a matrix-vector kernel.
+
+    Args:
+        out_rows: rows (or row pairs) of the matrix.
+        in_features: elements in one of these rows (or pairs).
+        dtype: dtype of the matrix.
+        num_warps: warps of a program; more where a single row would not fit in `bytes_per_thread`.
+        bytes_per_thread: weights that a thread holds in registers.
+        trigger: a trigger mode.
+        max_rows: upper bound of rows in a tile.
+
+    Returns:
+        BLOCK_N rows (a power of two), num_warps and trigger.
+    """
+    row_nbytes = in_features * dtype.itemsize
+    while num_warps < MAX_WARPS and 32 * num_warps * bytes_per_thread < row_nbytes:
+        num_warps *= 2
+    rows = min(32 * num_warps * bytes_per_thread // row_nbytes, out_rows // TARGET_PROGRAMS, max_rows)
+    return {"BLOCK_N": floor_power_of_two(max(rows, 1)), "num_warps": num_warps, "trigger": trigger}
+
+
+def column_block(in_features: int, dtype: torch.dtype, num_warps: int) -> int:
+    """Columns that one 128-bit load of every thread covers, or the whole row where it is shorter."""
+    return min(32 * num_warps * vector_width(dtype), max(ceil_power_of_two(in_features), vector_width(dtype)))
+
+
+def override(op: str, default: Tile, tile: Tile | None) -> Tile:
+    """The default with the caller's choices over it.
+
+    Raises:
+        ValueError: a key that the kernel has not.
+    """
+    unknown = set(tile or {}) - set(default)
+    if unknown:
+        raise ValueError(f"{op}: tile has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(default))}")
+    return default | (tile or {})
+
+
+def launch_options(pdl: bool, fp_fusion: bool = True) -> dict[str, bool]:
+    """Options of a launch beside its warps.
+
+    Fused multiply-add is asked for by name, because Triton 3.10 turns it off by default. The PDL attribute is absent rather
+    than false, because older GPUs and the interpreter do not know it.
+    """
+    return {"enable_fp_fusion": fp_fusion} | ({"launch_pdl": True} if pdl else {})
+
+
+def floor_power_of_two(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def ceil_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
