@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeGuard
@@ -50,6 +51,7 @@ class _Entry:
     shape: tuple[int, ...]
     offset: int  # in the file, bytes
     nbytes: int
+    stamp: tuple[int, ...]  # of the file, when its header was read
 
 
 class SafetensorsSource:
@@ -62,8 +64,6 @@ class SafetensorsSource:
             CheckpointError: A file is absent, cut short or damaged, or lacks tensors that the index places in it. Every
                 such tensor is named.
         """
-        self._open_path: Path | None = None
-        self._open_file: IO[bytes] | None = None
         self._entries: dict[str, _Entry] = {}
         misplaced: list[str] = []
         for path in manifest.files:
@@ -96,14 +96,16 @@ class SafetensorsSource:
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
         window = memoryview(buffer.numpy())  # type: ignore[arg-type]
         try:
-            file = self._file(entry.path)
-            file.seek(entry.offset)
-            filled = 0
-            while filled < entry.nbytes:  # one call reads at most 2 GiB
-                count = file.readinto(window[filled:])  # type: ignore[attr-defined]
-                if not count:
-                    raise CheckpointError(f"{entry.path}: {name}: file ends inside the tensor; {_INCOMPLETE}")
-                filled += count
+            with entry.path.open("rb", buffering=0) as file:
+                if _stamp(file) != entry.stamp:
+                    raise CheckpointError(f"{entry.path}: file has changed since the model was opened; load it again")
+                file.seek(entry.offset)
+                filled = 0
+                while filled < entry.nbytes:  # one call reads at most 2 GiB
+                    count = file.readinto(window[filled:])
+                    if not count:
+                        raise CheckpointError(f"{entry.path}: {name}: file ends inside the tensor; {_INCOMPLETE}")
+                    filled += count
         except OSError as fault:
             if isinstance(fault, CheckpointError):
                 raise
@@ -116,9 +118,7 @@ class SafetensorsSource:
         return False
 
     def close(self) -> None:
-        if self._open_file is not None:
-            self._open_file.close()
-        self._open_file = self._open_path = None
+        """Nothing to release: a file is open only while a tensor is read from it."""
 
     def _entry(self, name: str) -> _Entry:
         try:
@@ -126,18 +126,13 @@ class SafetensorsSource:
         except KeyError:
             raise CheckpointError(f"{name}: no such tensor in the checkpoint") from None
 
-    def _file(self, path: Path) -> IO[bytes]:
-        if self._open_file is None or self._open_path != path:
-            self.close()
-            self._open_file, self._open_path = path.open("rb", buffering=0), path
-        return self._open_file
-
 
 def read_header(path: Path) -> dict[str, _Entry]:
     """Read and check the header of one file. Raises CheckpointError naming the file and what is wrong with it."""
     try:
-        file_nbytes = path.stat().st_size
         with path.open("rb") as file:
+            stamp = _stamp(file)
+            file_nbytes = stamp[0]
             start = file.read(8)
             header_nbytes = int.from_bytes(start, "little")
             if len(start) < 8 or header_nbytes > file_nbytes - 8:
@@ -158,12 +153,12 @@ def read_header(path: Path) -> dict[str, _Entry]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: header is not a safetensors header: {describe(header)}")
     header.pop("__metadata__", None)
-    entries = {name: _entry(path, name, fact, 8 + header_nbytes) for name, fact in header.items()}
+    entries = {name: _entry(path, stamp, name, fact, 8 + header_nbytes) for name, fact in header.items()}
     _check_ranges(path, entries, 8 + header_nbytes, file_nbytes)
     return entries
 
 
-def _entry(path: Path, name: str, fact: object, data_start: int) -> _Entry:
+def _entry(path: Path, stamp: tuple[int, ...], name: str, fact: object, data_start: int) -> _Entry:
     if not isinstance(fact, dict):
         raise CheckpointError(f"{path}: {name}: expected dtype, shape and data_offsets, got {describe(fact)}")
     dtype = _DTYPES.get(fact["dtype"]) if isinstance(fact.get("dtype"), str) else None
@@ -180,7 +175,7 @@ def _entry(path: Path, name: str, fact: object, data_start: int) -> _Entry:
         raise CheckpointError(
             f"{path}: {name}: shape {shape} needs {nbytes:,} bytes, data_offsets give {end - begin:,}"
         )
-    return _Entry(path, dtype, tuple(shape), data_start + begin, nbytes)
+    return _Entry(path, dtype, tuple(shape), data_start + begin, nbytes, stamp)
 
 
 def _check_ranges(path: Path, entries: dict[str, _Entry], data_start: int, file_nbytes: int) -> None:
@@ -193,6 +188,11 @@ def _check_ranges(path: Path, entries: dict[str, _Entry], data_start: int, file_
         raise CheckpointError(f"{path}: file has {file_nbytes:,} bytes, its header names {end:,}; {_INCOMPLETE}")
     if end < file_nbytes:
         raise CheckpointError(f"{path}: file has {file_nbytes:,} bytes, its header names only {end:,}: damaged file")
+
+
+def _stamp(file: IO[bytes]) -> tuple[int, ...]:
+    facts = os.fstat(file.fileno())
+    return facts.st_size, facts.st_mtime_ns, facts.st_ino
 
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:

@@ -138,10 +138,16 @@ def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int)
 
 
 def load_oracle(folder: Path, dtype: torch.dtype | str = torch.float32, architecture: str = "LlamaForCausalLM") -> Any:
-    """Return transformers' own model of a folder, in eval mode. Importing transformers takes seconds."""
+    """Return transformers' own model of a folder, in eval mode. Importing transformers takes seconds.
+
+    MistralForCausalLM without its window computes what Llama does, and takes hidden sizes that are no multiple of the
+    number of heads, which LlamaForCausalLM refuses.
+    """
     import transformers
 
-    return getattr(transformers, architecture).from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    without_window = {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
+    model_class = getattr(transformers, architecture)
+    return model_class.from_pretrained(folder, dtype=dtype, local_files_only=True, **without_window).eval()
 
 
 def fused_parameters(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
