@@ -75,6 +75,26 @@ class SlotMemory:
         except KeyError:
             raise unknown_slot(name, self._views) from None
 
+    def region(self, first: str, last: str) -> torch.Tensor:
+        """The bytes from one slot to another, to move neighbours in one copy.
+
+        Args:
+            first: The slot that the region begins with.
+            last: The slot that it ends with, not before ``first``.
+
+        Returns:
+            uint8, flat, the guards between the slots included: whoever writes it writes them as they were.
+
+        Raises:
+            ConfigError: ``last`` lies before ``first``.
+            UnknownSlotError: No such slot.
+            EngineError: The memory was closed.
+        """
+        start, end = self.layout[first].offset, self.layout[last].end
+        if end <= start:
+            raise ConfigError(f"region: expected last to lie after {first!r}, got {last!r}, which lies before it")
+        return self._open_storage()[start:end]
+
     def addresses(self) -> dict[str, int]:
         """The address of every slot, by name, in layout order. Raises EngineError once closed."""
         self._open_storage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,20 +11,19 @@ from typing import Literal
 
 import torch
 
-from monograph.arena import Arena, HostMemory, Layout
+from monograph.arena import Arena, Layout
 from monograph.errors import ConfigError, EngineError, PromptError
 from monograph.model.chat import Chat
 from monograph.model.checkpoint import Source
 from monograph.model.config import ModelConfig
+from monograph.model.decoder import Decoder
 from monograph.model.generate import Answer, Completion
 from monograph.model.generation_config import GenerationDefaults, merged_eos_token_ids
-from monograph.model.layout import MAX_STOP_IDS, Capacity, plan_host_layout
+from monograph.model.layout import MAX_STOP_IDS, Capacity
 from monograph.model.open import OpenModel, open_model
 from monograph.model.plan import choose_device, choose_dtype, make_plan
-from monograph.model.program import Program, build_program, run
 from monograph.model.sampling import Sampling
-from monograph.model.state import StepState
-from monograph.model.stream import Stream, collect, longest_common_prefix
+from monograph.model.stream import Stream, collect
 from monograph.model.text_stream import TextStream
 from monograph.model.tokenizer import Tokenizer
 from monograph.model.weights import load_weights
@@ -38,6 +38,7 @@ def load(
     max_seq_len: int | None = None,
     token: str | None = None,
     local_files_only: bool = False,
+    debug: bool = False,
 ) -> Engine:
     """Load a Llama-style model.
 
@@ -50,6 +51,7 @@ def load(
             maximum, or the longest that fits.
         token: Hub access token; by default the one that is logged in.
         local_files_only: Never ask the network.
+        debug: On a GPU, check guards and addresses before every replay: slow, and finds what strays.
 
     Returns:
         The engine, ready to answer. Close it, or use it in a with statement, to free its memory.
@@ -66,7 +68,7 @@ def load(
         make_plan(opened.config, where, choose_dtype(dtype, opened.config, where), max_seq_len)
     with closing(opened.source()) as source:
         plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)
-        return Engine(opened, source, plan.capacity, plan.layout, where)
+        return Engine(opened, source, plan.capacity, plan.layout, where, debug)
 
 
 class Engine:
@@ -78,29 +80,32 @@ class Engine:
         config: The model's configuration.
         tokenizer: Text to ids and back, chat template.
         layout: The memory map.
+        arena: The memory itself; read what you like, and write only what you understand.
         capacity: What the arena was planned for.
         defaults: What the model's generation_config.json says.
         device: Where the arena is.
     """
 
     def __init__(
-        self, opened: OpenModel, source: Source, capacity: Capacity, layout: Layout, device: torch.device
+        self,
+        opened: OpenModel,
+        source: Source,
+        capacity: Capacity,
+        layout: Layout,
+        device: torch.device,
+        debug: bool = False,
     ) -> None:
         self.config: ModelConfig = opened.config
         self.tokenizer: Tokenizer = opened.tokenizer()
         self.defaults: GenerationDefaults = opened.defaults
         self.capacity, self.layout, self.device = capacity, layout, device
-        self._arena = Arena(layout, device)
-        try:
-            load_weights(source, opened.config, self._arena)
-            self._host = HostMemory(plan_host_layout(capacity), device)
-            self._state = StepState(self._arena, self._host)
-            self._program: Program = build_program(opened.config, capacity, self._arena, self._host)
-        except BaseException:
-            self._arena.close()
-            raise
+
+        def fill(arena: Arena) -> None:
+            load_weights(source, opened.config, arena)
+
+        self._decoder = Decoder(opened.config, capacity, layout, device, fill, debug)
+        self.arena: Arena = self._decoder.arena
         self._busy = threading.Lock()
-        self._cached: list[int] = []  # the tokens whose keys and values the cache holds, from position 0
         self._closed = False
 
     def generate(
@@ -151,11 +156,9 @@ class Engine:
         ids = self._checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         settings = (sampling or Sampling()).resolve(self.defaults.sampling())
         settings.check_vocabulary(self.config.vocab_size)
-        answer = Answer(
-            self._program,
-            self._state,
+        answer = self._decoder.answer(
             ids,
-            reused=min(longest_common_prefix(ids, self._cached), len(ids) - 1) if reuse else 0,
+            reuse=reuse,
             position_limit=self._position_limit(len(ids), max_new_tokens),
             stop_ids=self._stop_ids(),
             sampling=settings,
@@ -173,7 +176,6 @@ class Engine:
         self._check_open()
         return Chat(self, system)
 
-    @torch.inference_mode()
     def logits(self, ids: Sequence[int], *, through: Literal["prefill", "decode"] = "prefill") -> torch.Tensor:
         """Teacher-forced logits.
 
@@ -192,47 +194,17 @@ class Engine:
             raise ConfigError(f"through: expected 'prefill' or 'decode', got {through!r}")
         self._check_open()
         checked = self._checked_ids(ids, spare=0)
-        out = torch.empty(len(checked), self.config.vocab_size, dtype=torch.float32)
         self._enter()
         try:
-            self._cached = []
-            self._state.set_rows(checked, 0)
-            self._state.start_forced()
-            (self._prefill_logits if through == "prefill" else self._decode_logits)(out)
-            self._cached = checked
+            return self._decoder.logits(checked, through)
         finally:
-            self._state.halt()
             self._busy.release()
-        return out
-
-    def _prefill_logits(self, out: torch.Tensor) -> None:
-        chunk, piece = self.capacity.chunk_rows, self.capacity.logits_rows
-        made = self._arena.view("logits_rows")
-        for start in range(0, len(out), chunk):
-            self._state.set_position(start)
-            run(self._program.prefill_layers)
-            for first in range(0, min(chunk, len(out) - start), piece):
-                self._state.set_first_row(first)
-                run(self._program.prefill_logits)
-                rows = out[start + first : min(start + chunk, start + first + piece)]
-                rows.copy_(made[: len(rows)])
-
-    def _decode_logits(self, out: torch.Tensor) -> None:
-        made = self._arena.view("logits")
-        for position, row in enumerate(out):
-            self._state.set_position(position)
-            run(self._program.decode_logits)
-            row.copy_(made)
 
     def close(self) -> None:
         """Free the engine's memory. Closing twice does no harm; any other use afterwards raises EngineError."""
         if not self._closed:
             self._closed = True
-            self._cached = []
-            self._program = Program((), (), ())
-            del self._state
-            self._host.close()
-            self._arena.close()
+            self._decoder.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -258,28 +230,26 @@ class Engine:
 
     def _leave(self, answer: Answer, trusted: bool) -> None:
         if not self._closed:
-            self._state.halt()
-            self._cached = answer.cached_ids() if trusted else []
+            self._decoder.remember(answer.cached_ids() if trusted else ())
         self._busy.release()
 
     def _checked_ids(self, ids: Sequence[int], spare: int = 1) -> list[int]:
+        vocab_size = self.config.vocab_size
         checked: list[int] = []
         for i, token_id in enumerate(ids):
-            if (
-                isinstance(token_id, bool)
-                or not isinstance(token_id, int)
-                or not 0 <= token_id < self.config.vocab_size
-            ):
-                raise PromptError(
-                    f"prompt: expected token ids 0..{self.config.vocab_size - 1}, got {token_id!r} at position {i}"
-                )
-            checked.append(token_id)
+            try:
+                number = -1 if isinstance(token_id, bool) else operator.index(token_id)
+            except TypeError:
+                number = -1
+            if not 0 <= number < vocab_size:
+                raise PromptError(f"prompt: expected token ids 0..{vocab_size - 1}, got {token_id!r} at position {i}")
+            checked.append(number)
         if not checked:
             raise PromptError("prompt: expected at least one token, got none; give some text, or a BOS token")
         if len(checked) + spare > self.capacity.max_seq_len:
             raise PromptError(
-                f"prompt of {len(checked):,} tokens leaves no room in max_seq_len {self.capacity.max_seq_len:,}; shorten "
-                f"it, or load with max_seq_len={len(checked) + 256} or more (the model's limit is "
+                f"prompt of {len(checked):,} tokens leaves no room in max_seq_len {self.capacity.max_seq_len:,}; "
+                f"shorten it, or load with max_seq_len={len(checked) + 256} or more (the model's limit is "
                 f"{self.config.max_position_embeddings:,})"
             )
         return checked

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from monograph.errors import NumericsError
-from monograph.model.program import Program, run
+from monograph.model.runner import Runner
 from monograph.model.sampling import Sampling
-from monograph.model.state import Halted, StepState
+from monograph.model.state import StepState
 
 FinishReason = Literal["stop", "length", "cancelled"]
-_REASONS: dict[Halted, FinishReason] = {
-    Halted.STOP: "stop",
-    Halted.LENGTH: "length",
-    Halted.CANCELLED: "cancelled",
-}
 
 
 @dataclass(frozen=True)
@@ -78,36 +72,42 @@ class Answer:
     """One run of the program over a prompt, token by token.
 
     Args:
-        program: The launches.
+        runner: Runs the passes.
         state: The step state they read.
         ids: The prompt, at least one token.
         reused: Its first tokens that the KV cache holds already; fewer than ``len(ids)``.
         position_limit: Prompt and answer together end here.
+        chunk_rows: Prompt tokens of one prefill pass.
         stop_ids: Token ids that end the answer.
         sampling: Effective settings.
+
+    Attributes:
+        token_ids: The answer so far.
+        finish_reason: Why it ended; None while it has not.
     """
 
     def __init__(
         self,
-        program: Program,
+        runner: Runner,
         state: StepState,
-        ids: Sequence[int],
+        ids: list[int],
         *,
         reused: int,
         position_limit: int,
+        chunk_rows: int,
         stop_ids: Sequence[int],
         sampling: Sampling,
     ) -> None:
         assert 0 <= reused < len(ids) < position_limit, (reused, len(ids), position_limit)
-        self._program, self._state = program, state
+        self._runner, self._state = runner, state
         self._ids, self._reused, self._sampling = ids, reused, sampling
-        self._position_limit, self._stop_ids = position_limit, stop_ids
+        self._position_limit, self._chunk_rows, self._stop_ids = position_limit, chunk_rows, tuple(stop_ids)
         self.token_ids: list[int] = []
-        self.halted = Halted.RUNNING
+        self.finish_reason: FinishReason | None = None
         self._started = self._first = self._last = 0.0
 
-    def tokens(self) -> Iterator[int]:
-        """Run the answer. Closing the iterator leaves it where it is.
+    def tokens(self) -> Generator[int, None, None]:
+        """Run the answer, ahead of its reader where that pays. Closing the iterator cancels what was run ahead.
 
         Yields:
             Each token as it reaches the host, the stop token included.
@@ -116,37 +116,35 @@ class Answer:
             NumericsError: A logit was not finite.
         """
         self._started = time.perf_counter()
-        self._state.begin(self._ids, self._reused, self._position_limit, self._stop_ids, self._sampling)
-        end = len(self._ids)
-        position = 0
-        while position < end and self.halted is Halted.RUNNING:
-            run(self._program.prefill)
-            position, self.halted = self._state.status()
-        while True:
-            self._raise_if_not_finite(position)
-            if position < end:
-                return
-            token = self._state.token(position)
-            self.token_ids.append(token)
-            self._last = time.perf_counter()
-            self._first = self._first or self._last
-            yield token
-            if self.halted is not Halted.RUNNING:
-                return
-            end = position + 1
-            run(self._program.decode)
-            position, self.halted = self._state.status()
+        try:
+            with self._runner.context():
+                self._state.begin(self._ids, self._reused, self._position_limit, self._stop_ids, self._sampling)
+                for _ in range(self._reused, len(self._ids), self._chunk_rows):
+                    self._runner.prefill()
+            submitted = len(self._ids)  # position of the newest token that a submitted pass will make
+            for position in range(len(self._ids), self._position_limit):
+                submitted = self._submit(submitted, position + self._runner.run_ahead)
+                self._runner.wait(position)
+                token = self._state.token(position)
+                self.token_ids.append(token)
+                self._last = time.perf_counter()
+                self._first = self._first or self._last
+                if token in self._stop_ids:
+                    self.finish_reason = "stop"
+                elif position + 1 == self._position_limit:
+                    self.finish_reason = "length"
+                yield token
+                if self.finish_reason is not None:
+                    return
+        finally:
+            self._state.cancel()
+            self._runner.drain()
 
-    def _raise_if_not_finite(self, position: int) -> None:
-        if self.halted is Halted.NOT_FINITE:
-            raise NumericsError(
-                f"the logits after token {position + 1} are not finite; the weights may be damaged, or the dtype too "
-                f"narrow for this model (bfloat16 or float32 have a wider range than float16: pass dtype=)"
-            )
-
-    def finish_reason(self) -> FinishReason:
-        """Why the answer ended; "cancelled" when nothing but the caller ended it."""
-        return _REASONS.get(self.halted, "cancelled")
+    def _submit(self, submitted: int, target: int) -> int:
+        target = min(target, self._position_limit - 1)
+        for _ in range(submitted, target):
+            self._runner.decode()
+        return max(submitted, target)
 
     def cached_ids(self) -> list[int]:
         """The tokens whose keys and values are in the cache: all but the newest, which no launch has read yet."""

@@ -25,6 +25,7 @@ ATTENTION_PROGRAMS = 264
 # Programs of the head, each with a row in best_score and best_id; four for each SM of an H200.
 HEAD_PROGRAMS = 528
 MAX_STOP_IDS = 64
+FIRST_KNOB, LAST_KNOB = "position", "processors"
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,15 @@ def _state(config: ModelConfig, capacity: Capacity) -> Iterator[SlotRequest]:
         return SlotRequest(name, shape, dtype, "state")
 
     yield state("tokens", capacity.max_seq_len)
-    for name in ("position", "prefill_end", "position_limit", "halted", "prefill_gate", "decode_gate", "first_row"):
+    # The knobs: neighbours, so that the host writes them all in one copy.
+    for name in (FIRST_KNOB, "prefill_end", "position_limit", "halted", "prefill_gate", "decode_gate", "first_row"):
         yield state(name, 1)
     yield state("stop_ids", MAX_STOP_IDS)
     yield state("seed", 1, dtype=torch.int64)
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         yield state(name, 1, dtype=torch.float32)
     yield state("top_k", 1)
-    yield state("processors", 1)
+    yield state(LAST_KNOB, 1)
     yield state("arrivals", config.num_kv_heads)
     yield state("logit_bias", config.vocab_size, dtype=torch.float32)
     yield state("context_counts", config.vocab_size)

@@ -54,10 +54,16 @@ class Launch:
     args: tuple[torch.Tensor | None, ...]
     constants: dict[str, Any] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Run once: the kernel on a GPU, the reference elsewhere."""
-        on_gpu = self.args[0] is not None and self.args[0].is_cuda
-        (self.kernel if on_gpu else self.reference)(*self.args, **self.constants)
+    def run(self, pdl: bool = False) -> None:
+        """Run once: the kernel on a GPU, the reference elsewhere.
+
+        Args:
+            pdl: On a GPU, let the launch overlap the one before it (programmatic dependent launch).
+        """
+        if self.args[0] is not None and self.args[0].is_cuda:
+            self.kernel(*self.args, **self.constants, pdl=pdl)
+        else:
+            self.reference(*self.args, **self.constants)
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,10 @@ class Program:
         return self.prefill[:-3]
 
 
-def run(launches: Iterable[Launch]) -> None:
-    """Run launches in order."""
-    for launch in launches:
-        launch.run()
+def run(launches: Iterable[Launch], pdl: bool = False) -> None:
+    """Run launches in order; with ``pdl``, all but the first may overlap the one before."""
+    for i, launch in enumerate(launches):
+        launch.run(pdl and i > 0)
 
 
 def build_program(config: ModelConfig, capacity: Capacity, arena: Arena, host: HostMemory) -> Program:
@@ -178,10 +184,13 @@ class _Builder:
             "sample",
             sample,
             sample_torch,
-            self.slots("scores", "best_score", "best_id", *FILTERS, "stop_ids", "position_limit")
-            + (self.host.view("cancel"),)
-            + self.slots(gate, "tokens", "position", "prefill_end", "output_counts", "context_counts", "halted")
-            + (self.host.view("outbox_tokens"), self.host.view("outbox_status")),
+            (
+                *self.slots("scores", "best_score", "best_id", *FILTERS, "stop_ids", "position_limit"),
+                self.host.view("cancel"),
+                *self.slots(gate, "tokens", "position", "prefill_end", "output_counts", "context_counts", "halted"),
+                self.host.view("outbox_tokens"),
+                self.host.view("outbox_status"),
+            ),
             {"chunk": self.capacity.chunk_rows},
         )
 

@@ -117,7 +117,7 @@ _BUILT_IN: dict[str, float | int] = {
 
 
 def _check_float(
-    name: str, value: Any, low: float | None = None, high: float | None = None, low_open: bool = False
+    name: str, value: object, low: float | None = None, high: float | None = None, low_open: bool = False
 ) -> None:
     if value is None:
         return
@@ -126,17 +126,16 @@ def _check_float(
         wanted += f" {'above' if low_open else 'of at least'} {low:g}"
     if high is not None:
         wanted += f" and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ConfigError(f"{name}: expected {wanted}, got {value!r}")
-    too_low = low is not None and (value <= low if low_open else value < low)
-    if too_low or (high is not None and value > high):
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    too_low = low is not None and (number <= low if low_open else number < low)
+    if not math.isfinite(number) or too_low or (high is not None and number > high):
         raise ConfigError(f"{name}: expected {wanted}, got {value!r}")
 
 
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
+def _check_int(name: str, value: object, low: int, high: int) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= value < high:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
         raise ConfigError(f"{name}: expected an integer from {low} to {high - 1}, got {value!r}")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from types import TracebackType
 
 from monograph.model.generate import Answer, Chunk, Completion, FinishReason
-from monograph.model.state import Halted
 from monograph.model.text_stream import TextStream
 
 
@@ -35,7 +35,7 @@ class Stream(Iterator[Chunk]):
         try:
             return next(self._pieces)
         except StopIteration:
-            self._ended = self._ended or ("stop" if self._text.stopped else self._answer.finish_reason())
+            self._ended = self._ended or ("stop" if self._text.stopped else self._answer.finish_reason)
             raise
 
     def close(self) -> None:
@@ -68,14 +68,15 @@ def _pieces(
     enter()
     trusted = False
     try:
-        for token in answer.tokens():
-            # The stop token ends the answer and is no part of its text, whatever the tokenizer would show for it.
-            piece = "" if answer.halted is Halted.STOP else text.push([token])
-            trusted = True
-            yield Chunk([token], piece)
-            trusted = False
-            if text.stopped:
-                break
+        with closing(answer.tokens()) as tokens:  # closed before the engine is let go: nothing is in flight then
+            for token in tokens:
+                # The stop token ends the answer and is no part of its text, whatever the tokenizer would show for it.
+                piece = "" if answer.finish_reason == "stop" else text.push([token])
+                trusted = True
+                yield Chunk([token], piece)
+                trusted = False
+                if text.stopped:
+                    break
         trusted = True
         rest = text.finish()
         if rest:

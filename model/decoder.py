@@ -1,0 +1,139 @@
+"""A model in memory that turns token ids into token ids: arena, program, and what runs it. No text, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from monograph.arena import Arena, HostMemory, Layout
+from monograph.model.config import ModelConfig
+from monograph.model.generate import Answer
+from monograph.model.layout import Capacity, plan_host_layout
+from monograph.model.program import build_program, run
+from monograph.model.runner import LaunchRunner, Runner
+from monograph.model.sampling import Sampling
+from monograph.model.state import StepState
+from monograph.model.stream import longest_common_prefix
+
+
+class Decoder:
+    """One sequence, its KV cache, and the passes that extend it.
+
+    Args:
+        config: The model.
+        capacity: What ``layout`` was planned for.
+        layout: The memory map.
+        device: Where to allocate it.
+        fill: Writes the weight slots of the arena that it is given.
+        debug: On a GPU, check guards and addresses before every replay: slow, and finds what strays.
+
+    Attributes:
+        arena: The memory.
+        program: The launches over it.
+        runner: What runs them: launch by launch on a CPU, captured graphs on a GPU.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: Capacity,
+        layout: Layout,
+        device: torch.device,
+        fill: Callable[[Arena], None],
+        debug: bool = False,
+    ) -> None:
+        self.config, self.capacity = config, capacity
+        self.arena = Arena(layout, device)
+        try:
+            fill(self.arena)
+            self._host = HostMemory(plan_host_layout(capacity), device)
+            self.state = StepState(self.arena, self._host)
+            self.program = build_program(config, capacity, self.arena, self._host)
+            self.runner = self._make_runner(debug)
+        except BaseException:
+            self.close()
+            raise
+        self._cached: list[int] = []  # the tokens whose keys and values the cache holds, from position 0
+
+    def _make_runner(self, debug: bool) -> Runner:
+        if self.arena.device.type == "cpu":
+            return LaunchRunner(self.program, self.state)
+        from monograph.model.graph import GraphRunner
+
+        return GraphRunner(self.program, self.state, self.arena, debug)
+
+    def answer(
+        self, ids: list[int], *, reuse: bool, position_limit: int, stop_ids: Sequence[int], sampling: Sampling
+    ) -> Answer:
+        """Prepare an answer; nothing runs until its tokens are asked for.
+
+        Args:
+            ids: The prompt.
+            reuse: Keep the KV rows of the longest prefix that the cache holds.
+            position_limit: Prompt and answer together end here.
+            stop_ids: Token ids that end the answer.
+            sampling: Effective settings.
+        """
+        return Answer(
+            self.runner,
+            self.state,
+            ids,
+            reused=min(longest_common_prefix(ids, self._cached), len(ids) - 1) if reuse else 0,
+            position_limit=position_limit,
+            chunk_rows=self.capacity.chunk_rows,
+            stop_ids=stop_ids,
+            sampling=sampling,
+        )
+
+    def remember(self, ids: Sequence[int]) -> None:
+        """Say which tokens' keys and values the cache holds; () if it cannot be trusted."""
+        self._cached = list(ids)
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], through: Literal["prefill", "decode"]) -> torch.Tensor:
+        """Teacher-forced logits, launch by launch.
+
+        Args:
+            ids: At least one token, at most ``max_seq_len``.
+            through: Which pass makes them.
+
+        Returns:
+            [len(ids), vocab_size] float32 on the CPU.
+        """
+        out = torch.empty(len(ids), self.config.vocab_size, dtype=torch.float32)
+        self._cached = []
+        with self.runner.context():
+            self.state.begin_rows(ids, 0)
+            (self._prefill_logits if through == "prefill" else self._decode_logits)(out)
+            self.state.halt()
+        self._cached = ids
+        return out
+
+    def _prefill_logits(self, out: torch.Tensor) -> None:
+        chunk, piece = self.capacity.chunk_rows, self.capacity.logits_rows
+        made = self.arena.view("logits_rows")
+        for start in range(0, len(out), chunk):
+            self.state.set_position(start)
+            run(self.program.prefill_layers)
+            for first in range(0, min(chunk, len(out) - start), piece):
+                self.state.set_first_row(first)
+                run(self.program.prefill_logits)
+                rows = out[start + first : min(start + chunk, start + first + piece)]
+                rows.copy_(made[: len(rows)])
+
+    def _decode_logits(self, out: torch.Tensor) -> None:
+        made = self.arena.view("logits")
+        for position, row in enumerate(out):
+            self.state.set_position(position)
+            run(self.program.decode_logits)
+            row.copy_(made)
+
+    def close(self) -> None:
+        """Free everything. Twice does no harm."""
+        for name in ("program", "runner", "state"):
+            self.__dict__.pop(name, None)
+        if "_host" in self.__dict__:
+            self._host.close()
+        self.arena.close()
