@@ -182,6 +182,26 @@ def test_faults_are_one_line(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("load with max_seq_len=287 or more", "load with --max-seq-len 287 or more"),
+        ("not on this machine; use device='cpu'", "not on this machine; use --device cpu"),
+        ("a wider range (pass dtype=).", "a wider range (pass --dtype)."),
+        ("max_seq_len 64, my_dtype=1, x=2", "max_seq_len 64, my_dtype=1, x=2"),
+    ],
+)
+def test_faults_speak_of_flags(
+    said: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(model: str, **options: Any) -> FakeEngine:
+        raise monograph.ConfigError(said)
+
+    monkeypatch.setitem(vars(monograph), "load", load)
+    assert main(["generate", "m", "x"]) == 1
+    assert capsys.readouterr().err == f"monograph: {shown}\n"
+
+
 def test_b33_interrupted(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,9 +33,6 @@ OURS = {
 }
 OTHERS = {"errors": set(), "arena": {"torch"}, "kernels": {"torch", "triton"}, "chat": {"readline"}, "cli": set()}
 
-# Files of kernels/ that hold what kernels share, and no kernel.
-SHARED_BY_KERNELS = {"checks", "device", "device_rows", "threshold", "tile", "triton_import"}
-
 
 def module_files() -> dict[str, Path]:
     """Every module of the package by its name, and the real file behind it."""
@@ -49,8 +46,6 @@ def module_files() -> dict[str, Path]:
 
 
 FILES = module_files()
-KERNELS = [path for name, path in FILES.items() if name.startswith("monograph.kernels.")]
-KERNELS = [path for path in KERNELS if path.stem not in SHARED_BY_KERNELS]
 PYTHON_FILES = [
     path for folder in (*LINKS, "src", "tests", "docs", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
@@ -83,6 +78,16 @@ def imports(tree: ast.Module, *, only_at_import: bool = False) -> Iterator[str]:
             pending.extend(node.orelse)
         else:
             pending.extend(ast.iter_child_nodes(node))
+
+
+def kernel_files() -> list[Path]:
+    """The files of kernels/ that hold a kernel: the program launches it, or it is named like one. Others are shared."""
+    launched = set(imports(ast.parse((ROOT / "model" / "program.py").read_text())))
+    return [
+        path
+        for name, path in FILES.items()
+        if name.startswith("monograph.kernels.") and (name in launched or "_kernel(" in path.read_text())
+    ]
 
 
 def test_every_part_is_known() -> None:
@@ -231,27 +236,35 @@ def test_module_docstring(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_kernel_files_are_found() -> None:
+    names = {path.stem for path in kernel_files()}
+    assert {"attention", "embed", "gate_up", "head", "linear_add", "qkv", "sample"} <= names
+    assert "device" not in names
+
+
+@pytest.mark.parametrize("path", kernel_files(), ids=lambda path: path.stem)
 def test_form_of_a_kernel_file(path: Path) -> None:
-    """A kernel file `x.py` holds jit functions with `_x_kernel` among them, `x` and `x_torch`, and no more."""
+    """A kernel file `x.py` holds `_x_kernel`, its wrapper `x`, its reference `x_torch`, and what those alone need."""
     tree = ast.parse(path.read_text())
     name = path.stem
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     jit = {n for n, f in functions.items() if any("jit" in ast.unparse(d) for d in f.decorator_list)}
     assert f"_{name}_kernel" in jit
-    assert {n for n in functions if not n.startswith("_")} == {name, f"{name}_torch"}
+    assert {name, f"{name}_torch"} <= set(functions) - jit
+    assert not [n for n in functions if not n.startswith("_") and n != name and not n.endswith("_torch")]
     assert not [node for node in tree.body if isinstance(node, ast.ClassDef)]
 
     wrapper, reference = functions[name], functions[f"{name}_torch"]
-    assert _arguments(wrapper)[: len(_arguments(reference))] == _arguments(reference)
-    assert {a.arg for a in wrapper.args.kwonlyargs} - {a.arg for a in reference.args.kwonlyargs} == {"pdl", "tile"}
+    assert _arguments(wrapper) == _arguments(reference)
+    options = {a.arg for a in wrapper.args.kwonlyargs} - {a.arg for a in reference.args.kwonlyargs}
+    assert {"pdl"} <= options <= {"pdl", "tile"}
     for function in (wrapper, reference):
         assert ast.get_docstring(function), function.name
-        assert ast.unparse(function.returns or ast.Constant("...")) == "None"
-    for function in functions.values():
-        if function.name in jit:
-            for constant in ("seq_len", "position", "length"):  # the live length comes through a pointer
-                assert constant not in {a.arg for a in function.args.args}, function.name
+        assert function.returns is not None
+        assert ast.unparse(function.returns) == "None"
+    # The live length and all else that changes between launches comes through a pointer.
+    plain = [a.arg for a in functions[f"_{name}_kernel"].args.args if a.annotation is None and a.arg.islower()]
+    assert not {"seq_len", "position", "prefill_end", "rows", "token"} & set(plain)
 
 
 def _arguments(function: ast.FunctionDef) -> list[str]:

@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = ("bf16", "fp16", "fp32")
+LOAD_OPTIONS = ("revision", "device", "dtype", "max_seq_len", "token", "local_files_only")
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "temperature": (float, "divisor of the scores; 0 is greedy"),
     "top_k": (int, "keep the K best tokens; 0 keeps all"),
@@ -71,8 +73,17 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return command(args)
     except MonographError as error:
-        complain(error)
+        complain(_in_flags(str(error)))
         return 1
+
+
+def _in_flags(message: str) -> str:
+    """A message in the words of the command line: "pass max_seq_len=64" becomes "pass --max-seq-len 64"."""
+    return re.sub(
+        rf"\b({'|'.join(LOAD_OPTIONS)})=(['\"]?)([\w:.-]*)\2",
+        lambda match: f"--{match[1].replace('_', '-')} {match[3]}".strip(),
+        message,
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -217,8 +228,7 @@ def _load(args: argparse.Namespace) -> Engine:
 
 
 def _load_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("revision", "device", "dtype", "max_seq_len", "token", "local_files_only")
-    return {name: getattr(args, name) for name in names}
+    return {name: getattr(args, name) for name in LOAD_OPTIONS}
 
 
 def _answer_options(args: argparse.Namespace) -> dict[str, Any]:
