@@ -26,7 +26,7 @@ from monograph.model.rope import rope_table
 Progress = Callable[[int, int], None]
 
 # Elements converted, compared or tabulated at a time: what a conversion needs beside slot and tensor.
-_BLOCK_ELEMENTS = 1 << 22
+_BLOCK_ELEMENTS = 1 << 20
 
 
 class Views(Protocol):
@@ -107,13 +107,11 @@ def _rows(arena: Views, place: Placement) -> torch.Tensor:
 def _copy(tensor: torch.Tensor, destination: torch.Tensor, name: str) -> None:
     if tensor.shape != destination.shape:
         raise CheckpointError(f"{name}: expected shape {list(destination.shape)}, got {list(tensor.shape)}")
-    if tensor.dtype == destination.dtype:
-        destination.copy_(tensor)
-        return
     narrows = torch.finfo(destination.dtype).max < torch.finfo(tensor.dtype).max
     for block in _blocks(tensor.shape):
-        converted = tensor[block].to(destination.dtype)
+        converted = tensor[block]
         if narrows:
+            converted = converted.to(destination.dtype)
             _check_range(tensor[block], converted, name)
         destination[block].copy_(converted)
 

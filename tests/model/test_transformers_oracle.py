@@ -41,7 +41,8 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 def oracle_inv_freq(facts: dict[str, Any]) -> torch.Tensor:
-    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     return LlamaRotaryEmbedding(LlamaConfig.from_dict(facts)).inv_freq
 
