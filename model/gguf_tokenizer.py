@@ -105,9 +105,9 @@ def tokenizer_parts(file: str | os.PathLike[str] | GGUFFile) -> GGUFTokenizerPar
         tokenizer = _sentencepiece_bpe(file, vocabulary)
         adds_bos = True
     _add_special_tokens(tokenizer, vocabulary)
-    adds_bos = file.flag("tokenizer.ggml.add_bos_token", adds_bos)
-    adds_eos = file.flag("tokenizer.ggml.add_eos_token", False)
     bos, eos = special_token_id(file, "bos"), special_token_id(file, "eos")
+    adds_bos = file.flag("tokenizer.ggml.add_bos_token", adds_bos and bos is not None)
+    adds_eos = file.flag("tokenizer.ggml.add_eos_token", False)
     _frame(tokenizer, file, _named(vocabulary, bos), _named(vocabulary, eos), adds_bos, adds_eos)
     return GGUFTokenizerParts(
         tokenizer=tokenizer,
@@ -159,10 +159,13 @@ def _byte_level_bpe(file: GGUFFile, vocabulary: _Vocabulary, cut: str) -> Tokeni
     A byte without a token of its own is left out, as the models' own pipelines do.
     """
     merges = []
+    known = set(vocabulary.tokens)
     for merge in file.texts("tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
-        if not left or not right:
-            raise CheckpointError(f"{file.path}: tokenizer.ggml.merges has {merge!r:.80}, expected two tokens")
+        if not known.issuperset((left, right, left + right)):  # the library would panic, which is no Exception
+            raise CheckpointError(
+                f"{file.path}: tokenizer.ggml.merges has {merge!r:.80}, expected two tokens that make a third"
+            )
         merges.append((left, right))
     # Llama 3 takes a word that is a token as it is, even where merges would not lead there.
     tokenizer = _bpe(file, vocabulary, merges, ignore_merges=cut == "llama-bpe")
@@ -219,7 +222,7 @@ def _bpe(file: GGUFFile, vocabulary: _Vocabulary, merges: list[tuple[str, str]],
     try:
         return Tokenizer(BPE(ids, merges, **options))
     except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{file.path}: vocabulary and merges do not fit together: {error}") from error
+        raise CheckpointError(f"{file.path}: the tokenizers library refuses the vocabulary: {error}") from error
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:

@@ -184,6 +184,7 @@ def test_every_truncation_is_an_error(tmp_path: Path) -> None:
             GGUFFile(tmp_path / "m.gguf")
 
 
+@pytest.mark.filterwarnings("ignore:.*tokenizer.ggml.pre:UserWarning")
 def test_flipped_bytes_end_in_our_errors_or_in_a_model(tmp_path: Path) -> None:
     """Whatever the damage to a header: no other exception, no hang, no large allocation."""
     shape = Shape(num_layers=1)
@@ -192,9 +193,18 @@ def test_flipped_bytes_end_in_our_errors_or_in_a_model(tmp_path: Path) -> None:
     vocabulary = write_tokenizer(
         tmp_path / "t.gguf", "llama", tokens, [2, 3, 3, 1, 1, 1, 1, 1, 3], scores=[0.0] * 9, bos_token_id=1
     )
+    merges = write_tokenizer(
+        tmp_path / "b.gguf",
+        "gpt2",
+        [*tokens, "ba"],
+        [1] * 10,
+        merges=["a b", "b a", "▁ ab"],
+        pre="smollm",
+        eos_token_id=2,
+    )
     rng = random.Random(0)
     started = time.monotonic()
-    for target, use in ((file, GGUFSource), (vocabulary, tokenizer_parts)):
+    for target, use in ((file, GGUFSource), (vocabulary, tokenizer_parts), (merges, tokenizer_parts)):
         whole = target.read_bytes()
         for _ in range(300):
             damaged = bytearray(whole)

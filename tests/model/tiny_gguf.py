@@ -105,9 +105,9 @@ def stored(name: str, weight: torch.Tensor, shape: Shape) -> np.ndarray:
     return weight.contiguous().numpy()
 
 
-def metadata_writer(path: Path, shape: Shape, **writer_options: int) -> gguf.GGUFWriter:
+def metadata_writer(path: Path, shape: Shape, split_max_tensors: int = 0) -> gguf.GGUFWriter:
     """Return a writer that has the settings of a tiny Llama and no tokenizer."""
-    writer = gguf.GGUFWriter(path, "llama", **writer_options)
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split_max_tensors)
     writer.add_context_length(256)
     writer.add_embedding_length(shape.hidden_size)
     writer.add_block_count(shape.num_layers)
