@@ -91,7 +91,7 @@ class Decoder:
         """Say which tokens' keys and values the cache holds; () if it cannot be trusted."""
         self._cached = list(ids)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: the caller may go on computing with the result
     def logits(self, ids: list[int], through: Literal["prefill", "decode"]) -> torch.Tensor:
         """Teacher-forced logits, launch by launch.
 
@@ -131,7 +131,10 @@ class Decoder:
             row.copy_(made)
 
     def close(self) -> None:
-        """Free everything. Twice does no harm."""
+        """End what is in flight and free everything. Twice does no harm."""
+        if "runner" in self.__dict__:
+            self.state.cancel()
+            self.runner.drain()
         for name in ("program", "runner", "state"):
             self.__dict__.pop(name, None)
         if "_host" in self.__dict__:

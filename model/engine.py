@@ -163,9 +163,8 @@ class Engine:
             stop_ids=self._stop_ids(),
             sampling=settings,
         )
-        return Stream(
-            answer, TextStream(self.tokenizer, [*stop, *self.defaults.stop_strings]), self._enter, self._leave
-        )
+        text = TextStream(self.tokenizer, [*stop, *self.defaults.stop_strings])
+        return Stream(answer, text, self._enter, self._check_open, self._leave)
 
     def chat(self, system: str | None = None) -> Chat:
         """Start a conversation.

@@ -17,6 +17,7 @@ class Stream(Iterator[Chunk]):
         answer: The run.
         text: Turns its tokens into text and watches for stop strings.
         enter: Called when the answer starts: takes hold of the engine.
+        check: Called before each further token; raises if the engine is gone.
         leave: Called when it has ended, was closed or failed, with the answer and whether the KV cache can be trusted.
     """
 
@@ -25,11 +26,12 @@ class Stream(Iterator[Chunk]):
         answer: Answer,
         text: TextStream,
         enter: Callable[[], None],
+        check: Callable[[], None],
         leave: Callable[[Answer, bool], None],
     ) -> None:
         self._answer, self._text = answer, text
         self._ended: FinishReason | None = None
-        self._pieces = _pieces(answer, text, enter, leave)
+        self._pieces = _pieces(answer, text, enter, check, leave)
 
     def __next__(self) -> Chunk:
         try:
@@ -63,7 +65,11 @@ class Stream(Iterator[Chunk]):
 
 
 def _pieces(
-    answer: Answer, text: TextStream, enter: Callable[[], None], leave: Callable[[Answer, bool], None]
+    answer: Answer,
+    text: TextStream,
+    enter: Callable[[], None],
+    check: Callable[[], None],
+    leave: Callable[[Answer, bool], None],
 ) -> Generator[Chunk, None, None]:
     enter()
     trusted = False
@@ -74,6 +80,7 @@ def _pieces(
                 piece = "" if answer.finish_reason == "stop" else text.push([token])
                 trusted = True
                 yield Chunk([token], piece)
+                check()
                 trusted = False
                 if text.stopped:
                     break
