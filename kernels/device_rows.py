@@ -1,8 +1,19 @@
-"""What the prefill kernels share: how many rows of a chunk live."""
+"""What the prefill kernels share: live rows, tiles, and the product of a tile.
+
+The matrix products serve chunks from one row to the full capacity with one launch. A grid made for the capacity holds
+two tilings, a wide one and one for few rows; the device picks by the live row count, and programs without a tile leave
+at once. Either way a row's product is summed by one program from the first column to the last, so that its bits depend
+neither on the tiling nor on how the prompt was cut into chunks.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from monograph.kernels.tile import TRIGGER_FIRST, Tile, launch_options, override
+from monograph.kernels.triton_import import tl, triton
 
 
 def live_rows(capacity: int, position: torch.Tensor, prefill_end: torch.Tensor, halted: torch.Tensor) -> int:
@@ -20,3 +31,130 @@ def live_rows(capacity: int, position: torch.Tensor, prefill_end: torch.Tensor, 
     if int(halted):
         return 0
     return max(0, min(capacity, int(prefill_end) - int(position)))
+
+
+def product_tile(op: str, dtype: torch.dtype, tile: Tile | None) -> Tile:
+    """The tile of a matrix product: BLOCK_M x BLOCK_N outputs, steps of BLOCK_K, NUM_STAGES steps in flight.
+
+    Up to FEW_ROWS live rows the time goes into reading weights, and narrow tiles, FEW_M x FEW_N with FEW_STAGES, spread
+    that over more programs. fp32 does without tensor cores, which would round to tf32, and needs small tiles to fit in
+    registers. One stage means no software pipeline, whichever the dtype.
+
+    Args:
+        op: kernel, for the error message.
+        dtype: dtype of the weights.
+        tile: the caller's choices over the defaults.
+
+    Raises:
+        ValueError: a key that the kernels have not.
+    """
+    if dtype == torch.float32:
+        wide = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "NUM_STAGES": 2, "num_warps": 4}
+        few = {"FEW_ROWS": 32, "FEW_M": 32, "FEW_N": 32, "FEW_STAGES": 2}
+    else:
+        wide = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "NUM_STAGES": 3, "num_warps": 8}
+        few = {"FEW_ROWS": 64, "FEW_M": 64, "FEW_N": 32, "FEW_STAGES": 5}
+    return override(op, wide | few | {"trigger": TRIGGER_FIRST}, tile)
+
+
+def product_grid(chunk: int, weight_rows: int, tile: Tile) -> tuple[int]:
+    """The number of programs that is enough for every live row count of a chunk."""
+    few = triton.cdiv(min(chunk, tile["FEW_ROWS"]), tile["FEW_M"]) * triton.cdiv(weight_rows, tile["FEW_N"])
+    return (max(few, triton.cdiv(chunk, tile["BLOCK_M"]) * triton.cdiv(weight_rows, tile["BLOCK_N"])),)
+
+
+def attention_tile(op: str, q: torch.Tensor, group: int, tile: Tile | None) -> Tile:
+    """The tile of attention: BLOCK_M rows times query heads of a group, BLOCK_N keys, NUM_STAGES key blocks in flight.
+
+    As wide as registers allow without spilling. Where tensor cores take their operands from registers (sm_80, sm_89,
+    sm_120) wide heads leave room for half the keys. fp32 does without tensor cores.
+
+    Args:
+        op: kernel, for the error message.
+        q: D [chunk, num_q_heads, head_dim]; tells dtype, head size and device.
+        group: query heads that share a key/value head.
+        tile: the caller's choices over the defaults.
+
+    Raises:
+        ValueError: a key that the kernel has not.
+    """
+    narrow = q.shape[2] <= 64
+    on_shared_memory = not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+    if q.dtype == torch.float32:
+        default = {"BLOCK_M": 64, "num_warps": 8} if narrow else {"BLOCK_M": 16, "num_warps": 4}
+        default |= {"BLOCK_N": 16, "NUM_STAGES": 2}
+    elif q.shape[2] > 128:
+        default = {"BLOCK_M": 64, "BLOCK_N": 32, "NUM_STAGES": 2, "num_warps": 8}
+    elif narrow:
+        default = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 3, "num_warps": 8}
+    else:
+        default = {"BLOCK_M": 128, "BLOCK_N": 64 if on_shared_memory else 32, "NUM_STAGES": 2, "num_warps": 8}
+    default["BLOCK_M"] = max(default["BLOCK_M"], triton.next_power_of_2(group))
+    return override(op, default | {"trigger": TRIGGER_FIRST}, tile)
+
+
+def launch_keywords(tile: Tile, pdl: bool, **constants: int) -> dict[str, Any]:
+    """The keyword arguments of a launch: constants of the shape, the tile, and what dependent launch needs."""
+    blocks = {key: value for key, value in tile.items() if key != "trigger"}
+    return constants | blocks | {"PDL": tile["trigger"] if pdl else 0} | launch_options(pdl)
+
+
+@triton.jit
+def live_row_count(position, prefill_end_ptr, halted_ptr, capacity):
+    """`live_rows` on the device. These scalars are written by a graph's last kernel alone: no wait is needed."""
+    rows = tl.minimum(tl.load(prefill_end_ptr) - position, capacity)
+    return tl.where(tl.load(halted_ptr) == 0, tl.maximum(rows, 0), 0)
+
+
+@triton.jit
+def product_tiles(
+    rows,
+    weight_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
+    FEW_M: tl.constexpr,
+    FEW_N: tl.constexpr,
+):
+    """Counts the tiles of a product with `rows` live rows: programs past it have nothing to do."""
+    few = tl.cdiv(rows, FEW_M) * tl.cdiv(weight_rows, FEW_N)
+    return tl.where(rows <= FEW_ROWS, few, tl.cdiv(rows, BLOCK_M) * tl.cdiv(weight_rows, BLOCK_N))
+
+
+@triton.jit
+def _product_step(acc, a_ptrs, w_ptrs, offs_k, k, in_features, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        a = tl.load(a_ptrs + k)
+        w = tl.load(w_ptrs + k)
+    else:
+        inside = offs_k < in_features - k
+        a = tl.load(a_ptrs + k, mask=inside[None, :], other=0.0)
+        w = tl.load(w_ptrs + k, mask=inside[:, None], other=0.0)
+    return tl.dot(a, w, acc, input_precision="ieee")
+
+
+@triton.jit
+def rows_product(
+    a_ptr,  # D [*, in_features]
+    w_ptr,  # D [*, in_features]
+    a_rows,  # int32 [M]: rows of a
+    w_rows,  # int32 [N]: rows of w
+    in_features,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,  # BLOCK_K divides in_features
+    NUM_STAGES: tl.constexpr,
+):
+    """Returns a[a_rows] w[w_rows]^T, fp32 [M, N]. All row numbers must be valid; repeated ones are fine."""
+    offs_k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + a_rows.to(tl.int64)[:, None] * in_features + offs_k[None, :]  # [M, BLOCK_K]
+    w_ptrs = w_ptr + w_rows.to(tl.int64)[None, :] * in_features + offs_k[:, None]  # [BLOCK_K, N]
+    acc = tl.zeros([a_rows.shape[0], w_rows.shape[0]], dtype=tl.float32)
+    if NUM_STAGES == 1:
+        k = 0
+        while k < in_features:
+            acc = _product_step(acc, a_ptrs, w_ptrs, offs_k, k, in_features, EVEN_K)
+            k += BLOCK_K
+    else:
+        for k in tl.range(0, in_features, BLOCK_K, num_stages=NUM_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            acc = _product_step(acc, a_ptrs, w_ptrs, offs_k, k, in_features, EVEN_K)
+    return acc
