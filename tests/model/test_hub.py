@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import constants
 
 from monograph.errors import CheckpointError, ConfigError, HubError, MonographError
-from monograph.model.hub import ModelFiles, fetch_weights, resolve
+from monograph.model.hub import fetch_weights, resolve
 from monograph.model.safetensors_source import SafetensorsSource
 from tests.checkpoints import write_checkpoint
 from tests.hub_server import HubRepo, HubServer, hub_server
@@ -178,6 +178,11 @@ def test_content_host_is_not_shown_the_token(hub: HubServer) -> None:
     resolve("org/single", token="hf_right")
     assert {request.token for request in hub.requests if request.host == "127.0.0.1"} == {"hf_right"}
     assert {request.token for request in hub.requests if request.host == "localhost"} == {None}
+
+
+def test_files_do_not_remember_the_token(hub: HubServer) -> None:
+    hub.repos["org/single"].access = "private"
+    assert "hf_right" not in repr(resolve("org/single", token="hf_right"))
 
 
 def test_token_of_the_environment(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +359,3 @@ def test_environment_of_the_library(tmp_path: Path) -> None:
         offline = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert offline.stdout == online.stdout
         assert len(server.requests) == count
-
-
-def test_model_files_hold_no_token() -> None:
-    assert not any("token" in name for name in ModelFiles.__dataclass_fields__ if name != "tokenizer")
