@@ -45,7 +45,7 @@ check: $(VENV)/.test $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(PY)
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
@@ -55,7 +55,7 @@ readme: $(VENV)/.demo
 	$(PY) docs/refresh_readme.py
 
 aot: $(VENV)/.test
-	$(PY) -m pytest tests/kernels -m "" -k aot $(PYTEST_FLAGS)
+	$(PY) -m pytest tests/kernels -m "" -k "compile or aot" $(PYTEST_FLAGS)
 
 gpu: $(VENV)/.test $(VENV)/.demo
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
