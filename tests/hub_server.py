@@ -71,16 +71,21 @@ class HubServer:
 @contextmanager
 def hub_server(repos: Mapping[str, HubRepo]) -> Iterator[HubServer]:
     """Serve repositories from a thread until the block ends."""
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    httpd.hub = HubServer(repos, httpd.server_address[1])  # type: ignore[attr-defined]
+    httpd = _Server(repos)
     thread = threading.Thread(target=lambda: httpd.serve_forever(poll_interval=0.01), daemon=True)
     thread.start()
     try:
-        yield httpd.hub  # type: ignore[attr-defined]
+        yield httpd.hub
     finally:
         httpd.shutdown()
         thread.join()
         httpd.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    def __init__(self, repos: Mapping[str, HubRepo]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.hub = HubServer(repos, self.server_address[1])
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -88,7 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def hub(self) -> HubServer:
-        return self.server.hub  # type: ignore[attr-defined, no-any-return]
+        assert isinstance(self.server, _Server)
+        return self.server.hub
 
     def do_HEAD(self) -> None:
         self._handle()
