@@ -112,10 +112,10 @@ class TextStream:
         return out
 
     def _possible_stop(self) -> int:
-        """The first place in the held text whose rest is a proper prefix of a stop string."""
+        """The first place in the held text whose rest begins a stop string, or is one."""
         for start in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
             rest = self._held[start:]
-            if any(len(rest) < len(stop) and stop.startswith(rest) for stop in self._stops):
+            if any(stop.startswith(rest) for stop in self._stops):
                 return start
         return len(self._held)
 

@@ -116,6 +116,13 @@ def test_a_run_of_byte_tokens_is_given_out_character_by_character() -> None:
     assert decoder.push(letter) == [(2, "é"), (5, "€"), (6, "b")]
 
 
+def test_bytes_that_turn_out_not_to_be_text_come_with_the_id_that_made_them_so() -> None:
+    decoder = IncrementalDecoder(SENTENCEPIECE)
+    for byte in (0x61, 0x61, 0xC3):  # text after the first and the second, but not after the third
+        assert decoder.push(1 + byte) == []
+    assert decoder.finish() == [(3, "\ufffd")] * 3
+
+
 def test_ids_without_a_token_have_no_text_and_negative_ones_are_refused() -> None:
     decoder = IncrementalDecoder(BYTE_LEVEL)
     assert decoder.push(BYTE_LEVEL.vocab_size + 7) == []
