@@ -24,6 +24,7 @@ def make(dtype: torch.dtype = torch.float32) -> Arena:
                 SlotRequest("v_cache", KV, dtype, "state"),
                 SlotRequest("position", (1,), torch.int64, "state"),
                 SlotRequest("x", (31,), dtype, "scratch"),
+                SlotRequest("partial_out", KV, dtype, "scratch"),
                 SlotRequest("q", (9,), dtype, "scratch", Span("prefill", 0, 1)),
                 SlotRequest("h", (65,), dtype, "scratch", Span("prefill", 2, 3)),
             ]
@@ -57,7 +58,7 @@ def test_poison_makes_scratch_nan_and_nothing_else(dtype: torch.dtype) -> None:
         arena[name].copy_(torch.ones(arena[name].shape))
     kept = arena.fingerprint(["weight", "k_cache", "v_cache", "position"])
     arena.poison()
-    for name in ("x", "q", "h"):
+    for name in ("x", "partial_out", "q", "h"):
         assert arena[name].float().isnan().all()
         assert (arena[name].view(torch.uint8) == 0xFF).all()
     assert arena.fingerprint(["weight", "k_cache", "v_cache", "position"]) == kept
@@ -83,6 +84,7 @@ def test_poison_kv_tail_checks_everything_before_it_writes() -> None:
     before = arena.fingerprint()
     for names, live, text in [
         (["k_cache", "x"], 3, "slot 'x' must be state"),
+        (["k_cache", "partial_out"], 3, "slot 'partial_out' must be state .* it is scratch"),
         (["k_cache", "position"], 3, "slot 'position' must be state .* it is state"),
         (["k_cache"], 11, "live must be 0 to 10, the rows of slot 'k_cache', got 11"),
         (["k_cache"], -1, "live must be an int of at least 0"),
@@ -154,7 +156,7 @@ def test_fingerprint_does_not_depend_on_the_pieces_it_reads(monkeypatch: pytest.
 def test_fingerprint_knows_the_form() -> None:
     """The same bytes as another shape or dtype are something else."""
     digests = set()
-    for shape, dtype in [((4, 2), torch.float32), ((2, 4), torch.float32), ((8,), torch.int32)]:
+    for shape, dtype in [((4, 2), torch.float32), ((2, 4), torch.float32), ((4, 2), torch.int32)]:
         digests.add(Arena(plan([SlotRequest("s", shape, dtype, "state")])).fingerprint())
     assert len(digests) == 3
 

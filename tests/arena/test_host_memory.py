@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -62,16 +63,20 @@ def test_numbers_refuse_floats() -> None:
         HostMemory(outbox()).numbers("logit")
 
 
-def test_numbers_outlive_close() -> None:
+def test_numbers_keep_the_memory_after_close_and_let_it_go_with_them() -> None:
     memory = HostMemory(outbox())
     tokens = memory.numbers("outbox_tokens")
     tokens[5] = 42
+    alive = weakref.ref(memory.view("outbox_tokens"))
     memory.close()
     gc.collect()
-    torch.full((10_000,), 9, dtype=torch.int32)  # would land on freed bytes
+    assert alive() is not None
     assert tokens[5] == 42
     with pytest.raises(EngineError, match="HostMemory was closed"):
         memory.numbers("outbox_tokens")
+    del tokens
+    gc.collect()
+    assert alive() is None
 
 
 def test_memory_that_the_host_refuses_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,8 @@ def test_only_scratch_with_disjoint_spans_may_share() -> None:
 def test_a_slot_is_a_request_with_a_place() -> None:
     slot = Slot(name="x", shape=(3, 5), dtype=torch.float32, lifetime="state", offset=512)
     assert (slot.offset, slot.nbytes, slot.end) == (512, 60, 572)
+    with pytest.raises(ConfigError, match="dtype"):
+        Slot(name="x", shape=(3, 5), dtype=torch.bool, lifetime="state", offset=512)
     with pytest.raises(ConfigError, match="offset"):
         Slot(name="x", shape=(3, 5), dtype=torch.float32, lifetime="state", offset=-256)
     with pytest.raises(AttributeError):
