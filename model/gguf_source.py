@@ -158,8 +158,8 @@ class GGUFSource:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the matrices are quantised blocks; the configuration names no dtype then."""
-        return self.config.dtype is None
+        """Whether any tensor is stored as quantised blocks, so that no dtype of the weights is the natural one."""
+        return not all(is_float(tensor.type) for tensor in self._tensors.values())
 
     def close(self) -> None:
         """Release the file. Calling it twice does no harm."""

@@ -128,6 +128,20 @@ def test_values_of_quantised_types(tmp_path: Path, name: str) -> None:
             np.testing.assert_array_equal(in_file_order.numpy(), expected)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "quantised"),
+    [((Kind.F32, Kind.F16), False), ((Kind.BF16, Kind.BF16), False), ((Kind.F16, Kind.Q8_0), True)],
+    ids=["mixed floats", "one float", "one quantised"],
+)
+def test_quantised_means_blocks_not_a_mix_of_floats(tmp_path: Path, kinds: tuple[Kind, Kind], quantised: bool) -> None:
+    writer = metadata_writer(tmp_path / "m.gguf", TINY)
+    for name, kind in zip(("token_embd.weight", "output.weight"), kinds, strict=True):
+        writer.add_tensor(name, quantize(np.ones((96, 64), dtype=np.float32), kind), raw_dtype=kind)
+    finish(writer)
+    with GGUFSource(tmp_path / "m.gguf") as source:
+        assert source.is_quantised == quantised
+
+
 def random_blocks(rng: np.random.Generator, num_rows: int, num_columns: int, kind: Kind) -> np.ndarray:
     """Return rows of blocks: quantised numbers where the library quantises the type, random bits where it does not."""
     try:
