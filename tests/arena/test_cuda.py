@@ -78,15 +78,15 @@ def test_checks_wait_for_work_on_other_streams(device: torch.device) -> None:
     with Arena(layout(), device) as arena:
         ones = torch.ones(77, device=device)
         torch.cuda.synchronize(device)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(device)
         with torch.cuda.stream(side):
-            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(200_000_000)
             arena["x"].copy_(ones)
         arena.poison()
         assert arena["x"].isnan().all()
         nan = arena.fingerprint(["x"])
         with torch.cuda.stream(side):
-            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(200_000_000)
             arena["x"].copy_(ones)
         assert arena.fingerprint(["x"]) != nan
 
