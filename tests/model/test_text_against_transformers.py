@@ -53,8 +53,8 @@ TEMPLATES = {
     ),
     "generation": (
         "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}\n  {% generation %}\n  {{ m.content }}"
-        "{{ x }}{% set x = 2 %}{{ x }}\n  {% endgeneration %}\n{% else %}{{ m.content }}{{ x }}{% endif %}{% endfor %}"
-        "{{ x }}"
+        "{{ x }}{% set x = 2 %}{{ x }}\n  {% endgeneration %}{{ x }}\n{% else %}{{ m.content }}{{ x }}{% endif %}"
+        "{% endfor %}{{ x }}"
     ),
     "json": (
         "{{ messages[1] | tojson }}{{ messages | tojson(indent=2) }}{{ tools | tojson(separators=(',', ':')) }}"
