@@ -27,7 +27,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _load_block(block_ptr, first_row, position, last_row, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_T, BLOCK_D] rows older than the live one and before last_row; zero elsewhere, so that nothing is read there."""
+    """[BLOCK_T, BLOCK_D] rows older than the live one and before last_row; zero elsewhere, where nothing is read."""
     offs_t = first_row + tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
     old = (offs_t < position) & (offs_t < last_row)
@@ -106,6 +106,7 @@ def _attention_kernel(
     BLOCK_T: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     COMBINE_STEP: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if tl.load(halted_ptr) != 0:
@@ -149,14 +150,20 @@ def _attention_kernel(
         first_row = (block + 1) * BLOCK_T
         next_keys = _load_block(keys_ptr, first_row, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
         next_values = _load_block(values_ptr, first_row, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        if TENSOR_CORES:
+            scores = tl.dot(q, tl.trans(keys)) * scale_log2
+        else:
+            scores = tl.sum(q[:, None, :] * keys[None, :, :], axis=2) * scale_log2
         scores = tl.where((block * BLOCK_T + offs_t < position)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weights, axis=1)
         mixed = mixed * fade[:, None]
-        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision="ieee")
+        if TENSOR_CORES:
+            mixed = tl.dot(weights.to(values.dtype), values, mixed)
+        else:
+            mixed += tl.sum(weights[:, :, None] * values[None, :, :], axis=1)
         top = new_top
         keys = next_keys
         values = next_values
@@ -232,6 +239,7 @@ def attention(
     expect("attention", "out", out, (num_q_heads, head_dim), torch.float32)
     group = num_q_heads // num_kv_heads
     block_d = max(ceil_power_of_two(head_dim), 16)
+    tensor_cores = k_cache.dtype != torch.float32  # they would round fp32 to TF32
     default = {
         "BLOCK_T": max(16, min(128, 16384 // (block_d * k_cache.dtype.itemsize))),  # 16 KiB each of keys and values
         "MIN_BLOCKS": 2,
@@ -256,13 +264,14 @@ def attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         NUM_SPLITS=num_splits,
-        BLOCK_G=max(ceil_power_of_two(group), 16),  # the tensor cores' smallest tile
+        BLOCK_G=max(ceil_power_of_two(group), 16 if tensor_cores else 1),  # 16: the tensor cores' smallest tile
         BLOCK_D=block_d,
         BLOCK_S=ceil_power_of_two(num_splits),
         BLOCK_C=ceil_power_of_two(group),
         BLOCK_T=t["BLOCK_T"],
         MIN_BLOCKS=t["MIN_BLOCKS"],
         COMBINE_STEP=t["COMBINE_STEP"],
+        TENSOR_CORES=tensor_cores,
         PDL=t["trigger"] if pdl else 0,
         num_warps=t["num_warps"],
         **launch_options(pdl),

@@ -75,6 +75,30 @@ def load_vector(vector_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.c
 
 
 @triton.jit
+def load_activations(vector_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr):
+    """An fp32 vector in the chunks of `load_rows`, spread over threads as the columns of the weights are.
+
+    A thread holds VECTOR columns of 16-bit weights but would be given 4 of fp32: loading two halves of VECTOR columns
+    saves an exchange through shared memory after the wait.
+    """
+    if VECTOR == 4:
+        return load_vector(vector_ptr, K, BLOCK_K, CHUNKS)
+    HALF: tl.constexpr = VECTOR // 2
+    offs_half = tl.arange(0, BLOCK_K // VECTOR)[:, None] * VECTOR + tl.arange(0, HALF)[None, :]
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        offs_k = i * BLOCK_K + offs_half
+        if (i + 1) * BLOCK_K > K:
+            low = tl.load(vector_ptr + offs_k, mask=offs_k < K, other=0.0)
+            high = tl.load(vector_ptr + offs_k + HALF, mask=offs_k + HALF < K, other=0.0)
+        else:
+            low = tl.load(vector_ptr + offs_k)
+            high = tl.load(vector_ptr + offs_k + HALF)
+        chunks += (tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BLOCK_K]),)
+    return chunks
+
+
+@triton.jit
 def normalise(x, norm_weight, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
     """RMSNorm without its division: the chunks of x * norm_weight, and 1 / rms(x) to multiply products with."""
     squares = x[0] * x[0]

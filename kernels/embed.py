@@ -10,7 +10,7 @@ import torch
 
 from monograph.kernels.checks import expect, expect_scalars, expect_weight
 from monograph.kernels.device import enter, leave
-from monograph.kernels.tile import TRIGGER_FIRST, Tile, override, launch_options
+from monograph.kernels.tile import TRIGGER_FIRST, Tile, launch_options, override
 from monograph.kernels.triton_import import tl, triton
 
 

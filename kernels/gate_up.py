@@ -11,7 +11,7 @@ import torch
 
 from monograph.kernels.checks import expect, expect_scalars, expect_weight
 from monograph.kernels.device import dot_rows, enter, leave, load_rows, load_vector, normalise
-from monograph.kernels.tile import Tile, column_block, matvec_tile, override, launch_options, vector_width
+from monograph.kernels.tile import Tile, column_block, launch_options, matvec_tile, override, vector_width
 from monograph.kernels.triton_import import tl, triton
 
 
@@ -84,7 +84,9 @@ def gate_up(
         expect("gate_up", "bias", bias, (2 * intermediate_size,), weight.dtype)
     expect_scalars("gate_up", torch.int32, halted=halted)
     expect("gate_up", "h", h, (intermediate_size,), torch.float32)
-    default = matvec_tile(intermediate_size, 2 * hidden_size, weight.dtype, num_warps=4, bytes_per_thread=256)
+    default = matvec_tile(
+        2 * intermediate_size, hidden_size, weight.dtype, num_warps=4, bytes_per_thread=256, paired=True
+    )
     t = override("gate_up", default, tile)
     block_k = column_block(hidden_size, weight.dtype, t["num_warps"])
     _gate_up_kernel[(triton.cdiv(intermediate_size, t["BLOCK_N"]),)](

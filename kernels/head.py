@@ -15,9 +15,9 @@ from monograph.kernels.tile import (
     TRIGGER_AT_EXIT,
     Tile,
     column_block,
+    launch_options,
     matvec_tile,
     override,
-    launch_options,
     vector_width,
 )
 from monograph.kernels.triton_import import tl, triton

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from monograph.kernels.checks import expect, expect_scalars, expect_weight
-from monograph.kernels.device import dot_rows, enter, leave, load_rows, load_vector
-from monograph.kernels.tile import Tile, column_block, matvec_tile, override, launch_options, vector_width
+from monograph.kernels.device import dot_rows, enter, leave, load_activations, load_rows
+from monograph.kernels.tile import Tile, column_block, launch_options, matvec_tile, override, vector_width
 from monograph.kernels.triton_import import tl, triton
 
 
@@ -59,7 +59,7 @@ def _linear_add_kernel(
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     weights = load_rows(weight_ptr, offs_n, offs_n < N, K, BLOCK_K, CHUNKS, N % BLOCK_N != 0)
     enter(PDL)
-    a = load_vector(a_ptr, K, BLOCK_K, CHUNKS)
+    a = load_activations(a_ptr, K, BLOCK_K, CHUNKS, VECTOR)
     if GRID == TILES:
         _add_tile(weights, a, bias_ptr, x_ptr, offs_n, N, HAS_BIAS, BLOCK_N, BLOCK_K, CHUNKS, VECTOR)
     else:  # persistent: the next tile is on its way while this one is multiplied

@@ -17,9 +17,9 @@ from monograph.kernels.tile import (
     TRIGGER_AFTER_WAIT,
     Tile,
     column_block,
+    launch_options,
     matvec_tile,
     override,
-    launch_options,
     vector_width,
 )
 from monograph.kernels.triton_import import tl, triton
@@ -133,13 +133,13 @@ def qkv(
     expect("qkv", "k_cache", k_cache, (num_kv_heads, max_seq_len, head_dim), weight.dtype)
     expect("qkv", "v_cache", v_cache, (num_kv_heads, max_seq_len, head_dim), weight.dtype)
     default = matvec_tile(
-        out_features // 2,
-        2 * hidden_size,
+        out_features,
+        hidden_size,
         weight.dtype,
         num_warps=4,
         bytes_per_thread=256,
+        paired=True,
         trigger=TRIGGER_AFTER_WAIT,
-        max_rows=head_dim // 2,
     )
     t = override("qkv", default, tile)
     block_k = column_block(hidden_size, weight.dtype, t["num_warps"])

@@ -17,6 +17,7 @@ TRIGGER_AT_EXIT = 3  # implicit
 
 TARGET_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: below this, smaller tiles fill the GPU better
 MAX_WARPS = 16
+MAX_ROWS = 16
 
 Tile = dict[str, int]
 
@@ -27,34 +28,39 @@ def vector_width(dtype: torch.dtype) -> int:
 
 
 def matvec_tile(
-    out_rows: int,
+    out_features: int,
     in_features: int,
     dtype: torch.dtype,
     *,
     num_warps: int,
     bytes_per_thread: int,
+    paired: bool = False,
     trigger: int = TRIGGER_FIRST,
-    max_rows: int = 16,
 ) -> Tile:
     """The default tile of a matrix-vector kernel.
 
     Args:
-        out_rows: rows (or row pairs) of the matrix.
-        in_features: elements in one of these rows (or pairs).
+        out_features: rows of the matrix.
+        in_features: columns of the matrix.
         dtype: dtype of the matrix.
-        num_warps: warps of a program; more where a single row would not fit in `bytes_per_thread`.
+        num_warps: warps of a program; fewer where a row is short, more where it would not fit in `bytes_per_thread`.
         bytes_per_thread: weights that a thread holds in registers.
+        paired: whether the kernel takes rows in pairs (rotated halves, gate and up), and BLOCK_N counts pairs.
         trigger: a trigger mode.
-        max_rows: upper bound of rows in a tile.
 
     Returns:
-        BLOCK_N rows (a power of two), num_warps and trigger.
+        BLOCK_N rows or pairs (a power of two), num_warps and trigger.
     """
-    row_nbytes = in_features * dtype.itemsize
-    while num_warps < MAX_WARPS and 32 * num_warps * bytes_per_thread < row_nbytes:
+    unit = 2 if paired else 1
+    unit_nbytes = unit * in_features * dtype.itemsize
+    while num_warps < MAX_WARPS and 32 * num_warps * bytes_per_thread < unit_nbytes:
         num_warps *= 2
-    rows = min(32 * num_warps * bytes_per_thread // row_nbytes, out_rows // TARGET_PROGRAMS, max_rows)
-    return {"BLOCK_N": floor_power_of_two(max(rows, 1)), "num_warps": num_warps, "trigger": trigger}
+    while num_warps > 1 and 32 * num_warps * vector_width(dtype) > ceil_power_of_two(in_features):
+        num_warps //= 2
+    units = min(
+        32 * num_warps * bytes_per_thread // unit_nbytes, out_features // (unit * TARGET_PROGRAMS), MAX_ROWS // unit
+    )
+    return {"BLOCK_N": floor_power_of_two(max(units, 1)), "num_warps": num_warps, "trigger": trigger}
 
 
 def column_block(in_features: int, dtype: torch.dtype, num_warps: int) -> int:
@@ -77,8 +83,8 @@ def override(op: str, default: Tile, tile: Tile | None) -> Tile:
 def launch_options(pdl: bool, fp_fusion: bool = True) -> dict[str, bool]:
     """Options of a launch beside its warps.
 
-    Fused multiply-add is asked for by name, because Triton 3.10 turns it off by default. The PDL attribute is absent rather
-    than false, because older GPUs and the interpreter do not know it.
+    Fused multiply-add is asked for by name, because Triton 3.10 turns it off by default. The PDL attribute is absent
+    rather than false, because older GPUs and the interpreter do not know it.
     """
     return {"enable_fp_fusion": fp_fusion} | ({"launch_pdl": True} if pdl else {})
 
