@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -16,6 +17,7 @@ import pytest
 
 import monograph
 from monograph.cli import SAMPLING_FLAGS, main, make_parser
+from tests import smollm2
 from tests.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[1]
@@ -321,3 +323,49 @@ def test_narrow_encoding() -> None:
     command = [sys.executable, str(ROOT / "tests" / "fake_engine.py"), "generate", "m", "steer"]
     result = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
     assert result.stdout == b"a[2Jb31mc\n\td?\n"
+
+
+def test_generate_with_a_real_model(capsys: pytest.CaptureFixture[str]) -> None:
+    question = "What is the capital of France? Answer in one sentence."
+    assert main(["generate", str(smollm2.path()), question, "--temperature", "0", "--max-seq-len", "256"]) == 0
+    assert capsys.readouterr() == ("The capital of France is Paris.\n", "")
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(smollm2.path()), "--device", "cpu", "--max-seq-len", "2048"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("max_seq_len 2,048 in float32 on cpu: needs ")
+    assert "layers.{i}.k_cache" in text
+
+    assert main([*arguments, "--json"]) == 0
+    half = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--json", "--max-seq-len", "4096", "--dtype", "bf16"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert (half["max_seq_len"], half["dtype"], whole["max_seq_len"], whole["dtype"]) == (
+        2048,
+        "float32",
+        4096,
+        "bfloat16",
+    )
+    assert half["need_nbytes"] > 134.5e6 * 4 + 30 * 2 * 3 * 64 * 2048 * 4
+
+
+def test_plan_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, with the longest length that fits: the model's own, or what memory leaves."""
+    model = str(smollm2.path())
+    assert main(["plan", model, "--max-seq-len", "8193"]) == 1
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert "8,192" in error
+
+    monkeypatch.setattr("monograph.model.plan.device_free_nbytes", lambda device: 700 * 2**20)
+    assert main(["plan", model, "--device", "cpu", "--max-seq-len", "8192"]) == 1
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    found = re.search(r"pass --max-seq-len (\d+) or less", error)
+    assert found is not None
+    longest = int(found[1])
+    assert main(["plan", model, "--device", "cpu", "--max-seq-len", str(longest)]) == 0
+    assert main(["plan", model, "--device", "cpu", "--max-seq-len", str(longest + 1)]) == 1
+    capsys.readouterr()
