@@ -113,15 +113,9 @@ def _sample_kernel(
     has_nan = tl.max((best_score != best_score).to(tl.int32), axis=0) > 0
     if has_nan | (tl.abs(best) == float("inf")):
         tl.store(halted_ptr, _NON_FINITE)
-        _publish(
-            outbox_tokens_ptr,
-            outbox_status_ptr,
-            -1 + 0 * position,
-            position,
-            position,
-            _NON_FINITE + 0 * position,
-            ON_DEVICE,
-        )
+        none = tl.full([], -1, tl.int32)
+        broken = none + (_NON_FINITE + 1)
+        _publish(outbox_tokens_ptr, outbox_status_ptr, none, none, position, broken, ON_DEVICE)
         return
     token = tl.min(tl.where(best_score == best, best_id, 2147483647), axis=0)
     if temperature > 0:

@@ -1,5 +1,7 @@
 """The device helpers: Philox against its published vectors, weight tiles far into a matrix."""
 
+# ruff: noqa: N803, N806 (constants of a kernel are in capitals)
+
 from __future__ import annotations
 
 import pytest

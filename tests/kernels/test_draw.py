@@ -1,5 +1,7 @@
 """Masses, thresholds and draws: the sets against an fp64 oracle, kernel and reference bit for bit."""
 
+# ruff: noqa: N803, N806 (constants of a kernel are in capitals)
+
 from __future__ import annotations
 
 import math

@@ -283,6 +283,6 @@ def test_wrong_arguments_are_named() -> None:
     assert same_bits(after.halted, torch.zeros(1, dtype=torch.int32, device=DEVICE))
     with pytest.raises(ValueError, match=r"sample: tile has no BLOCK_Q"):
         Step().run(sample, tile={"BLOCK_Q": 1})
+    best = torch.zeros(1, device=DEVICE)
     with pytest.raises(ValueError, match=r"sample: best_id must be contiguous int32 \[1\]"):
-        best = torch.zeros(1, device=DEVICE)
         sample(best, best, best, *[best] * 17, chunk=1)
