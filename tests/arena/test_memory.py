@@ -122,6 +122,30 @@ def test_b16_a_view_re_pointed_from_outside_is_found(
         arena.check_addresses()
 
 
+def test_a_region_is_the_bytes_from_one_slot_to_another(arena: Arena) -> None:
+    region = arena.region("norm", "position")
+    first, last = arena.layout["norm"], arena.layout["position"]
+    assert (region.dtype, region.data_ptr()) == (torch.uint8, arena["norm"].data_ptr())
+    assert region.shape == (last.end - first.offset,)
+    arena["norm"].fill_(2)
+    arena["position"].fill_(7)
+    kept = region.clone()
+    arena["norm"].zero_()
+    arena["position"].zero_()
+    region.copy_(kept)
+    assert (arena["norm"] == 2).all()
+    assert arena["position"].item() == 7
+    arena.check_guards()
+    assert arena.region("x", "x").numel() == arena.layout["x"].nbytes
+
+
+def test_a_region_must_run_forward_between_slots_there_are(arena: Arena) -> None:
+    with pytest.raises(ConfigError, match="expected last to lie after 'position', got 'norm'"):
+        arena.region("position", "norm")
+    with pytest.raises(UnknownSlotError, match="positions"):
+        arena.region("norm", "positions")
+
+
 def test_guards_read_as_nan_and_are_whole_at_the_start(arena: Arena) -> None:
     arena.check_guards()
     for start, end in arena.layout.guards:
@@ -200,6 +224,7 @@ def test_use_after_close_raises_and_close_is_idempotent(arena: Arena) -> None:
         lambda: arena["x"],
         lambda: arena.view("no such slot"),
         lambda: arena.data_ptr,
+        lambda: arena.region("norm", "x"),
         arena.addresses,
         arena.check_addresses,
         arena.check_guards,
