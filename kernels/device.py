@@ -56,7 +56,7 @@ def load_rows(
             tile = tl.load(pointers + i * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
         else:
             tile = tl.load(pointers + i * BLOCK_K, eviction_policy="evict_first")
-        tiles += (tile,)
+        tiles += (tile,)  # type: ignore[assignment]
     return tiles
 
 
@@ -70,7 +70,7 @@ def load_vector(vector_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.c
             chunk = tl.load(vector_ptr + i * BLOCK_K + offs_k, mask=i * BLOCK_K + offs_k < K, other=0.0)
         else:
             chunk = tl.load(vector_ptr + i * BLOCK_K + offs_k)
-        chunks += (chunk,)
+        chunks += (chunk,)  # type: ignore[assignment]
     return chunks
 
 
@@ -94,7 +94,8 @@ def load_activations(vector_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS:
         else:
             low = tl.load(vector_ptr + offs_k)
             high = tl.load(vector_ptr + offs_k + HALF)
-        chunks += (tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BLOCK_K]),)
+        chunk = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BLOCK_K])
+        chunks += (chunk,)  # type: ignore[assignment]
     return chunks
 
 
@@ -105,7 +106,7 @@ def normalise(x, norm_weight, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
     scaled = (x[0] * norm_weight[0].to(tl.float32),)
     for i in tl.static_range(1, CHUNKS):
         squares += x[i] * x[i]
-        scaled += (x[i] * norm_weight[i].to(tl.float32),)
+        scaled += (x[i] * norm_weight[i].to(tl.float32),)  # type: ignore[assignment]
     return scaled, tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
 
 

@@ -109,8 +109,9 @@ def _sample_kernel(
     offs_p = tl.arange(0, BLOCK_P)
     best_score = tl.load(best_score_ptr + offs_p, mask=offs_p < PROGRAMS, other=float("-inf"))
     best_id = tl.load(best_id_ptr + offs_p, mask=offs_p < PROGRAMS, other=2147483647)
-    best = tl.max(best_score, axis=0)
-    has_nan = tl.max((best_score != best_score).to(tl.int32), axis=0) > 0
+    is_nan = best_score != best_score
+    best = tl.max(tl.where(is_nan, float("-inf"), best_score), axis=0)
+    has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
     if has_nan | (tl.abs(best) == float("inf")):
         tl.store(halted_ptr, _NON_FINITE)
         none = tl.full([], -1, tl.int32)

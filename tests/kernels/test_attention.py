@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def test_every_run_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_score_towers_over_the_rest(function, dtype: torch.dtype) -> None:
     """Weights from 1 down to nothing: the running maximum moves by hundreds."""
-    options = {"tile": SMALL_BLOCKS} if function is attention else {}
+    options: dict[str, Any] = {"tile": SMALL_BLOCKS} if function is attention else {}
     run(function, dtype, Heads(3, 1, 32), 45, scale=6.0, **options).check(6.0)
 
 

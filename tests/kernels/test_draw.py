@@ -1,6 +1,6 @@
 """Masses, thresholds and draws: the sets against an fp64 oracle, kernel and reference bit for bit."""
 
-# ruff: noqa: N803, N806 (constants of a kernel are in capitals)
+# ruff: noqa: N803 (constants of a kernel are in capitals)
 
 from __future__ import annotations
 
@@ -177,8 +177,9 @@ def test_frequencies_follow_the_probabilities() -> None:
     knobs = one(0.9), one(11, torch.int32), one(1.0), one(0.0), one(1234, torch.int64)
     expected = oracle(scores, 0.9, 11, 1.0, 0.0)
     counts = torch.zeros(50, dtype=torch.float64)
+    temperature, top_k, top_p, min_p, seed = (knob.cpu() for knob in knobs)
     for position in range(1, 20_001):
-        counts[draw_torch(scores.cpu(), *(k.cpu() for k in knobs), position)[0]] += 1
+        counts[draw_torch(scores.cpu(), temperature, top_k, top_p, min_p, seed, position)[0]] += 1
     kept = expected > 0
     assert int(counts[~kept].sum()) == 0
     chi_square = ((counts - 20_000 * expected)[kept].square() / (20_000 * expected[kept])).sum()

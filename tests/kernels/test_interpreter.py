@@ -1,6 +1,6 @@
 """What this run of the kernel tests can and cannot judge (case B10), and the forms that every supported Triton runs."""
 
-# ruff: noqa: N803, N806 (constants of a kernel are in capitals)
+# ruff: noqa: N803 (constants of a kernel are in capitals)
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def run(function, dtype: torch.dtype, size: tuple[int, int], has_bias: bool = Fa
     old = x.clone()
     function(a, weight, bias, scalar(halted), x, **options)
     slots.check_guards()
-    added = 0 if bias is None else bias.double()
+    added = torch.zeros((), device=x.device) if bias is None else bias.double()
     exact = old.double() + weight.double() @ a.double() + added
-    magnitude = old.double().abs() + weight.double().abs() @ a.double().abs() + abs(added)
+    magnitude = old.double().abs() + weight.double().abs() @ a.double().abs() + added.abs()
     return x, exact, magnitude, old
 
 

@@ -220,7 +220,7 @@ def test_last_row_of_the_arena(function) -> None:
 @pytest.mark.parametrize(
     "knobs", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9}], ids=str
 )
-def test_kernel_samples_what_the_reference_samples(knobs: dict[str, float]) -> None:
+def test_kernel_samples_what_the_reference_samples(knobs: dict[str, Any]) -> None:
     for seed in range(3):
         step = Step(temperature=0.8, seed=seed, scores=random_scores(seed), **knobs)
         expected = step.run(sample_torch)
@@ -230,7 +230,8 @@ def test_kernel_samples_what_the_reference_samples(knobs: dict[str, float]) -> N
 
 
 def test_default_tile() -> None:
-    for knobs in ({}, {"top_k": 9, "top_p": 0.9}):
+    choices: list[dict[str, Any]] = [{}, {"top_k": 9, "top_p": 0.9}]
+    for knobs in choices:
         step = Step(temperature=1.0, **knobs)
         step.run(sample, tile=None).check(step.run(sample_torch).token, 4)
 
