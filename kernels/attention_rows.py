@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from monograph.kernels.checks import expect, expect_scalars, expect_weight_dtype
 from monograph.kernels.device import enter
 from monograph.kernels.device_rows import attention_tile, launch_keywords, live_row_count, live_rows
-from monograph.kernels.tile import Tile
+from monograph.kernels.tile import Tile, ceil_power_of_two
 from monograph.kernels.triton_import import tl, triton
 
 
@@ -183,7 +183,8 @@ def attention_rows(
         chunk,
         max_seq_len,
         num_kv_heads,
-        **launch_keywords(chosen, pdl, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim)),
+        # 16 is the shortest inner dimension of a tensor-core product.
+        **launch_keywords(chosen, pdl, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, ceil_power_of_two(head_dim))),
     )
 
 

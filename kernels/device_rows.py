@@ -33,22 +33,25 @@ def live_rows(capacity: int, position: torch.Tensor, prefill_end: torch.Tensor, 
     return max(0, min(capacity, int(prefill_end) - int(position)))
 
 
-def product_tile(op: str, dtype: torch.dtype, tile: Tile | None) -> Tile:
+def product_tile(op: str, weight: torch.Tensor, tile: Tile | None) -> Tile:
     """The tile of a matrix product: BLOCK_M x BLOCK_N outputs, steps of BLOCK_K, NUM_STAGES steps in flight.
 
     Up to FEW_ROWS live rows the time goes into reading weights, and narrow tiles, FEW_M x FEW_N with FEW_STAGES, spread
-    that over more programs. fp32 does without tensor cores, which would round to tf32, and needs small tiles to fit in
-    registers. One stage means no software pipeline, whichever the dtype.
+    that over more programs. fp32 does without tensor cores, which would round to tf32, and sizes that 16 does not
+    divide do without wide loads: both need small tiles to fit in registers. One stage means no software pipeline.
 
     Args:
         op: kernel, for the error message.
-        dtype: dtype of the weights.
+        weight: D [out_features, in_features].
         tile: the caller's choices over the defaults.
 
     Raises:
         ValueError: a key that the kernels have not.
     """
-    if dtype == torch.float32:
+    if weight.shape[0] % 16 or weight.shape[1] % 16:
+        wide = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "NUM_STAGES": 2, "num_warps": 4}
+        few = {"FEW_ROWS": 32, "FEW_M": 32, "FEW_N": 32, "FEW_STAGES": 2}
+    elif weight.dtype == torch.float32:
         wide = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "NUM_STAGES": 2, "num_warps": 4}
         few = {"FEW_ROWS": 32, "FEW_M": 32, "FEW_N": 32, "FEW_STAGES": 2}
     else:
@@ -67,7 +70,8 @@ def attention_tile(op: str, q: torch.Tensor, group: int, tile: Tile | None) -> T
     """The tile of attention: BLOCK_M rows times query heads of a group, BLOCK_N keys, NUM_STAGES key blocks in flight.
 
     As wide as registers allow without spilling. Where tensor cores take their operands from registers (sm_80, sm_89,
-    sm_120) wide heads leave room for half the keys. fp32 does without tensor cores.
+    sm_120) wide heads leave room for half the keys; where tensor cores have a memory of their own (sm_100) narrow heads
+    do for half the rows. fp32 does without tensor cores.
 
     Args:
         op: kernel, for the error message.
@@ -78,17 +82,20 @@ def attention_tile(op: str, q: torch.Tensor, group: int, tile: Tile | None) -> T
     Raises:
         ValueError: a key that the kernel has not.
     """
-    narrow = q.shape[2] <= 64
-    on_shared_memory = not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+    head_dim = q.shape[2]
+    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 9
     if q.dtype == torch.float32:
-        default = {"BLOCK_M": 64, "num_warps": 8} if narrow else {"BLOCK_M": 16, "num_warps": 4}
+        default = {"BLOCK_M": 64, "num_warps": 8} if head_dim <= 64 else {"BLOCK_M": 16, "num_warps": 4}
         default |= {"BLOCK_N": 16, "NUM_STAGES": 2}
-    elif q.shape[2] > 128:
+    elif head_dim <= 64:
+        default = {"BLOCK_M": 64, "num_warps": 4} if major == 10 else {"BLOCK_M": 128, "num_warps": 8}
+        default |= {"BLOCK_N": 64, "NUM_STAGES": 3}
+    elif head_dim > 128:
         default = {"BLOCK_M": 64, "BLOCK_N": 32, "NUM_STAGES": 2, "num_warps": 8}
-    elif narrow:
-        default = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 3, "num_warps": 8}
+    elif major in (9, 10):
+        default = {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 2, "num_warps": 8}
     else:
-        default = {"BLOCK_M": 128, "BLOCK_N": 64 if on_shared_memory else 32, "NUM_STAGES": 2, "num_warps": 8}
+        default = {"BLOCK_M": 128, "BLOCK_N": 32, "NUM_STAGES": 3, "num_warps": 8}
     default["BLOCK_M"] = max(default["BLOCK_M"], triton.next_power_of_2(group))
     return override(op, default | {"trigger": TRIGGER_FIRST}, tile)
 

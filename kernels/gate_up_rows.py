@@ -124,7 +124,7 @@ def gate_up_rows(
     if bias is not None:
         expect("gate_up_rows", "bias", bias, (2 * intermediate_size,), weight.dtype)
     expect("gate_up_rows", "h", h, (chunk, intermediate_size), weight.dtype)
-    chosen = product_tile("gate_up_rows", weight.dtype, tile)
+    chosen = product_tile("gate_up_rows", weight, tile)
     _gate_up_rows_kernel[product_grid(chunk, 2 * intermediate_size, chosen)](
         a,
         weight,

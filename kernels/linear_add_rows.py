@@ -117,7 +117,7 @@ def linear_add_rows(
     if bias is not None:
         expect("linear_add_rows", "bias", bias, (out_features,), weight.dtype)
     expect("linear_add_rows", "x", x, (chunk, out_features), torch.float32)
-    chosen = product_tile("linear_add_rows", weight.dtype, tile)
+    chosen = product_tile("linear_add_rows", weight, tile)
     _linear_add_rows_kernel[product_grid(chunk, out_features, chosen)](
         a,
         weight,

@@ -118,7 +118,7 @@ def linear_rows(
     expect("linear_rows", "a", a, (chunk, in_features), weight.dtype)
     expect("linear_rows", "weight", weight, (out_features, in_features), weight.dtype)
     expect("linear_rows", "out", out, (piece, out_features), torch.float32)
-    chosen = product_tile("linear_rows", weight.dtype, tile)
+    chosen = product_tile("linear_rows", weight, tile)
     _linear_rows_kernel[product_grid(piece, out_features, chosen)](
         a,
         weight,

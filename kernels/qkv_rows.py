@@ -187,7 +187,7 @@ def qkv_rows(
     expect("qkv_rows", "q", q, (chunk, num_q_heads, head_dim), weight.dtype)
     expect("qkv_rows", "k_cache", k_cache, (num_kv_heads, max_seq_len, head_dim), weight.dtype)
     expect("qkv_rows", "v_cache", v_cache, (num_kv_heads, max_seq_len, head_dim), weight.dtype)
-    chosen = product_tile("qkv_rows", weight.dtype, tile)
+    chosen = product_tile("qkv_rows", weight, tile)
     _qkv_rows_kernel[product_grid(chunk, weight_rows, chosen)](
         a,
         weight,
