@@ -145,7 +145,7 @@ def check_complete(source: Source, config: ModelConfig) -> None:
             f"{_listed(wrong_dtype)}"
         )
     if problems:
-        raise CheckpointError("checkpoint does not match its config.json: " + "; ".join(problems))
+        raise CheckpointError("checkpoint does not match its configuration: " + "; ".join(problems))
 
 
 def resolve_dtype(requested: str | torch.dtype, config: ModelConfig, source: Source | None) -> torch.dtype:

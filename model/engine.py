@@ -14,7 +14,7 @@ import torch
 from monograph.arena import Arena, Layout
 from monograph.errors import ConfigError, EngineError, PromptError
 from monograph.model.chat import Chat
-from monograph.model.checkpoint import Source
+from monograph.model.checkpoint import Source, check_complete
 from monograph.model.config import ModelConfig
 from monograph.model.decoder import Decoder
 from monograph.model.generate import Answer, Completion
@@ -67,6 +67,7 @@ def load(
     if opened.config.dtype is not None or dtype != "auto":  # refuse what does not fit before weights are fetched
         make_plan(opened.config, where, choose_dtype(dtype, opened.config, where), max_seq_len)
     with closing(opened.source()) as source:
+        check_complete(source, opened.config)  # before anything is allocated
         plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)
         return Engine(opened, source, plan.capacity, plan.layout, where, debug)
 

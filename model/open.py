@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from monograph.errors import CheckpointError
 from monograph.model.checkpoint import Source
 from monograph.model.config import ModelConfig
 from monograph.model.generation_config import GenerationDefaults
-from monograph.model.hub import CHAT_TEMPLATE_FILE, ModelFiles, fetch_weights, resolve
+from monograph.model.hub import ModelFiles, fetch_weights, resolve
 from monograph.model.tokenizer import Tokenizer
-from monograph.model.tokenizer_files import TokenizerFiles
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class OpenModel:
     Attributes:
         config: The model's configuration.
         defaults: The author's generation settings; nothing recommended where there are none.
-        tokenizer: Builds the tokenizer.
+        tokenizer: Builds the tokenizer; of a GGUF file, while its source is open.
         source: Opens the weights, fetching them from the Hub first if they are not here.
         is_local: Whether the weights are on this machine, so that opening them costs nothing.
     """
@@ -68,41 +66,33 @@ def _open_folder(files: ModelFiles, token: str | None, local_files_only: bool) -
 
     config = ModelConfig.from_file(files.config)
     defaults = GenerationDefaults.from_file(files.generation_config, config.vocab_size)
-    return OpenModel(
-        config, defaults, lambda: Tokenizer.from_files(_tokenizer_files(files)), source, files.repo_id is None
-    )
-
-
-def _tokenizer_files(files: ModelFiles) -> TokenizerFiles:
-    found = files.tokenizer
-    if "tokenizer.json" not in found:
-        raise CheckpointError(
-            f"{files.root}: expected tokenizer.json, got none; convert the tokenizer with transformers' "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...), which writes one"
-        )
-    return TokenizerFiles(
-        tokenizer=found["tokenizer.json"],
-        config=found.get("tokenizer_config.json"),
-        special_tokens_map=found.get("special_tokens_map.json"),
-        added_tokens=found.get("added_tokens.json"),
-        chat_template=found.get(CHAT_TEMPLATE_FILE),
-    )
+    return OpenModel(config, defaults, lambda: Tokenizer.from_folder(files.root), source, files.repo_id is None)
 
 
 def _open_gguf(path: Path) -> OpenModel:
     # A GGUF file carries everything; its reader is imported only when there is one.
     from monograph.model.gguf_config import config_from_gguf
+    from monograph.model.gguf_file import GGUFFile
     from monograph.model.gguf_source import GGUFSource
     from monograph.model.gguf_tokenizer import tokenizer_parts
 
+    file = GGUFFile(path)
+
     def tokenizer() -> Tokenizer:
-        parts = tokenizer_parts(path)
+        parts = tokenizer_parts(file)
         return Tokenizer.from_parts(
             parts.tokenizer,
             bos_token=parts.bos_token,
             eos_token=parts.eos_token,
+            unk_token=parts.unk_token,
+            pad_token=parts.pad_token,
             eos_token_ids=parts.eos_token_ids,
             chat_template=parts.chat_template,
         )
 
-    return OpenModel(config_from_gguf(path), GenerationDefaults(), tokenizer, lambda: GGUFSource(path), True)
+    try:
+        config = config_from_gguf(file)
+    except BaseException:
+        file.close()
+        raise
+    return OpenModel(config, GenerationDefaults(), tokenizer, lambda: GGUFSource(file), True)

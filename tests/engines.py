@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints import tiny_config, write_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 import monograph as mg
+from tests.checkpoints import tiny_config, write_checkpoint
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 CHAT_TEMPLATE = (

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import smollm2
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import smollm2
 
 DATA = Path(__file__).parent / "data"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import tiny_engine
 
 import monograph as mg
+from tests.engines import tiny_engine
 
 
 @pytest.fixture

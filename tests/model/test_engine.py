@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import tiny_config, tiny_ids
-from engines import tiny_engine, write_model
 
 import monograph as mg
+from tests.checkpoints import tiny_config, tiny_ids
+from tests.engines import tiny_engine, write_model
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_b04_explicit_over_file_over_built_in(tmp_path: Path) -> None:
 
 
 def test_b09_default_dtype_follows_config_or_file(tmp_path: Path) -> None:
-    from checkpoints import ABSENT
+    from tests.checkpoints import ABSENT
 
     for i, (config, stored, wanted) in enumerate(
         [
@@ -371,7 +371,7 @@ def test_b09_default_dtype_follows_config_or_file(tmp_path: Path) -> None:
 
 def test_b09_an_overflow_is_an_error_and_not_token_0(tmp_path: Path) -> None:
     """A value row of the KV cache that fp16 cannot hold; bfloat16 has the range."""
-    from checkpoints import tiny_tensors
+    from tests.checkpoints import tiny_tensors
 
     config = tiny_config(torch_dtype="bfloat16")
     tensors = tiny_tensors(config, dtype=torch.bfloat16)
@@ -393,7 +393,7 @@ def test_b09_an_overflow_is_an_error_and_not_token_0(tmp_path: Path) -> None:
 
 def test_b09_a_large_residual_is_no_fault_of_ours(tmp_path: Path) -> None:
     """The residual stream is fp32: it passes 65,504 in fp16 without harm, and the answer is that of fp32."""
-    from checkpoints import tiny_tensors
+    from tests.checkpoints import tiny_tensors
 
     tensors = tiny_tensors(tiny_config(), dtype=torch.float16)
     tensors["model.layers.0.mlp.down_proj.weight"] *= 20_000

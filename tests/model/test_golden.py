@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import smollm2
 import torch
 
 import monograph as mg
+from tests import smollm2
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDENS: list[dict[str, Any]] = json.loads((DATA / "smollm2_greedy.json").read_text())

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ABSENT, tiny_config, tiny_ids
-from engines import tiny_engine, write_model
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import monograph as mg
+from tests.checkpoints import ABSENT, tiny_config, tiny_ids
+from tests.engines import tiny_engine, write_model
 
 # Two orders of fp32 summation over a few hundred terms and two layers; any real fault is above 1e-2 here.
 RELATIVE_ERROR = 2e-5

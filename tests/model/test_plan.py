@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import smollm2
 import torch
-from checkpoints import ABSENT, tiny_config, write_checkpoint
-from engines import write_model
 
 import monograph as mg
 from monograph.arena import Layout, device_free_nbytes
@@ -17,6 +14,9 @@ from monograph.model import plan as plan_module
 from monograph.model.config import ModelConfig
 from monograph.model.layout import Capacity, plan_layout
 from monograph.model.plan import choose_device, choose_dtype, longest_that_fits, make_plan, plan_model
+from tests import smollm2
+from tests.checkpoints import ABSENT, tiny_config, write_checkpoint
+from tests.engines import write_model
 
 CPU = torch.device("cpu")
 GIB = 2**30
