@@ -73,7 +73,9 @@ def launches(dtype: torch.dtype, shape: tuple[int, ...], pdl: bool) -> dict[str,
     counts, bests = (int32(vocab), int32(vocab)), (fp32(NUM_PROGRAMS), int32(NUM_PROGRAMS))
     x, norm, tokens = fp32(hidden), new(hidden), int32(MAX_SEQ_LEN)
     knobs = fp32(1), one, fp32(1), fp32(1), new(1, dtype=torch.int64)
-    eps = {"eps": 1e-5, "pdl": pdl}
+    eps: dict[str, Any] = {"eps": 1e-5, "pdl": pdl}
+    run_head: Callable[..., None] = head  # so that lists of arguments need no lengths
+    run_sample: Callable[..., None] = sample
     o, down = new(hidden, num_q_heads * head_dim), new(hidden, inter)
     return {
         "embed": lambda: embed(tokens, one, one, new(vocab, hidden), x, pdl=pdl),
@@ -82,7 +84,7 @@ def launches(dtype: torch.dtype, shape: tuple[int, ...], pdl: bool) -> dict[str,
         "o": lambda: linear_add(q, o, bias(hidden), one, x, pdl=pdl),
         "gate_up": lambda: gate_up(x, norm, new(2 * inter, hidden), bias(2 * inter), one, fp32(inter), **eps),
         "down": lambda: linear_add(fp32(inter), down, bias(hidden), one, x, pdl=pdl),
-        "head": lambda: head(
+        "head": lambda: run_head(
             x,
             norm,
             new(vocab, hidden),
@@ -96,7 +98,7 @@ def launches(dtype: torch.dtype, shape: tuple[int, ...], pdl: bool) -> dict[str,
             *bests,
             **eps,
         ),
-        "sample": lambda: sample(
+        "sample": lambda: run_sample(
             fp32(vocab), *bests, *knobs, int32(8), *[one] * 3, tokens, one, one, *counts, one, tokens, int32(2),
             chunk=512, pdl=pdl,
         ),
