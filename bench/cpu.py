@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     path = args.model or smollm2_path()
-    import transformers  # noqa: F401  # imported before the clock starts, as torch is for both
+    import transformers  # imported before the clock starts, as torch is for both
 
     loads: dict[str, list[float]] = {"monograph": [], "transformers": []}
     for _ in range(2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monograph.errors import PromptError
@@ -43,7 +43,7 @@ class Chat:
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Add a user message and stream the answer.
 
         Args:

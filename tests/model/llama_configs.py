@@ -123,7 +123,11 @@ LLAMA_CONFIGS: dict[str, dict[str, Any]] = {
         "unsloth_version": "2025.1.5",
     },
     "Llama 3.2 1B, saved by transformers 5": {
-        **{name: value for name, value in _LLAMA_32_1B.items() if name not in ("rope_theta", "rope_scaling", "torch_dtype")},
+        **{
+            name: value
+            for name, value in _LLAMA_32_1B.items()
+            if name not in ("rope_theta", "rope_scaling", "torch_dtype")
+        },
         "dtype": "bfloat16",
         "rope_parameters": {**_LLAMA_3_SCALING, "factor": 32.0, "rope_theta": 500000.0},
         "pad_token_id": None,

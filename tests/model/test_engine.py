@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ def engine(tmp_path: Path) -> Iterator[mg.Engine]:
 PROMPT = tiny_ids(tiny_config(), 12, seed=3)
 
 
-def free_running(engine: mg.Engine, count: int = 24, **options: object) -> list[int]:
+def free_running(engine: mg.Engine, count: int = 24, **options: Any) -> list[int]:
     """An answer that no stop token ends: EOS is banned."""
-    sampling = mg.Sampling(logit_bias={2: -math.inf}, **options)  # type: ignore[arg-type]
+    sampling = mg.Sampling(logit_bias={2: -math.inf}, **options)
     return engine.generate(PROMPT, count, sampling=sampling).token_ids
 
 
@@ -242,7 +243,7 @@ def test_b22_penalised_answers_equal_transformers(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     with tiny_engine(tmp_path) as engine:
-        oracle = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        oracle: Any = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         prompt = PROMPT
         for _ in range(2):  # the counts of the second turn are those of its whole prompt, and of nothing before
             wanted = oracle.generate(
@@ -286,7 +287,7 @@ def test_logit_bias_bans_and_forces(engine: mg.Engine) -> None:
 
 def test_b23_seeds(engine: mg.Engine) -> None:
     rng = torch.get_rng_state()
-    hot = {"temperature": 1.5}
+    hot: dict[str, Any] = {"temperature": 1.5}
     first = free_running(engine, seed=42, **hot)
     free_running(engine, seed=1, **hot)
     assert free_running(engine, seed=42, **hot) == first

@@ -32,7 +32,10 @@ ROPE: dict[str, dict[str, Any]] = {
     "b01 null scaling": {"rope_theta": 500000, "rope_scaling": None},
     "b01 neither": {"rope_theta": ABSENT},
     "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    "linear, new spelling": {"rope_theta": ABSENT, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e4}},
+    "linear, new spelling": {
+        "rope_theta": ABSENT,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e4},
+    },
     "llama3": {"rope_scaling": LLAMA3, "rope_theta": 500000.0, "head_dim": 64},
     "llama3, new spelling": {"rope_theta": ABSENT, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}},
     "llama3, length at the top": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32, "head_dim": 64},
