@@ -244,7 +244,7 @@ def attention(
         "BLOCK_T": max(16, min(128, 16384 // (block_d * k_cache.dtype.itemsize))),  # 16 KiB each of keys and values
         "MIN_BLOCKS": 2,
         "COMBINE_STEP": 4,
-        "num_warps": 4,
+        "num_warps": 4 if tensor_cores else 8,
         "trigger": TRIGGER_FIRST,
     }
     t = override("attention", default, tile)

@@ -209,7 +209,8 @@ def sample(
     expect("sample", "context_counts", context_counts, (vocab_size,), torch.int32)
     expect("sample", "outbox_tokens", outbox_tokens, (max_seq_len,), torch.int32)
     expect("sample", "outbox_status", outbox_status, (2,), torch.int32)
-    default = {"COLUMNS": 2048, "BLOCK_V": 8192, "num_warps": 16, "trigger": TRIGGER_AT_EXIT}
+    ids = ceil_power_of_two(vocab_size)
+    default = {"COLUMNS": min(2048, ids), "BLOCK_V": min(8192, ids), "num_warps": 16, "trigger": TRIGGER_AT_EXIT}
     t = override("sample", default, tile)
     _sample_kernel[(1,)](
         scores,

@@ -138,7 +138,7 @@ def report(compiled: Any) -> dict[str, Any]:
         command = [str(CUOBJDUMP), "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = compiled.asm["ttgir"].splitlines()  # in the order of the source
-    waits = [i for i, line in enumerate(lines) if "tt.grid_dependency_wait" in line]
+    waits = [i for i, line in enumerate(lines) if re.search("grid_dependency_wait|griddepcontrol.wait", line)]
     wait = waits[-1] if waits else 0
     way_out = next((i for i, line in enumerate(lines) if "tt.return" in line), 0)
     stores = [i for i, line in enumerate(lines) if re.search(r"tt\.(store|atomic)|st\.\w+\.sys", line)]
