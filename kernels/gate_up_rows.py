@@ -43,12 +43,12 @@ def _gate_up_tile(
 ):
     num_m = tl.cdiv(rows, BLOCK_M)
     offs_m = tile % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    a_rows = tl.minimum(offs_m, rows - 1)
+    live = offs_m < rows
     # Columns 2 j and 2 j + 1 of the product are gate and up of one output, so that a thread holds both.
     first = tile // num_m * (BLOCK_N // 2)
     column = tl.arange(0, BLOCK_N)
     w_rows = tl.minimum(first + column // 2, intermediate_size - 1) + column % 2 * intermediate_size
-    acc = rows_product(a_ptr, w_ptr, a_rows, w_rows, in_features, BLOCK_K, EVEN_K, NUM_STAGES)
+    acc = rows_product(a_ptr, w_ptr, offs_m, live, w_rows, in_features, BLOCK_K, EVEN_K, NUM_STAGES)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
@@ -56,7 +56,7 @@ def _gate_up_tile(
     h = gate * (tl.where(gate < 0, shrink, 1.0) / (1.0 + shrink)) * up
     offs_h = first + tl.arange(0, BLOCK_N // 2)
     h_ptrs = h_ptr + offs_m.to(tl.int64)[:, None] * intermediate_size + offs_h[None, :]
-    mask = (offs_m < rows)[:, None] & (offs_h < intermediate_size)[None, :]
+    mask = live[:, None] & (offs_h < intermediate_size)[None, :]
     tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -124,7 +124,7 @@ def gate_up_rows(
     if bias is not None:
         expect("gate_up_rows", "bias", bias, (2 * intermediate_size,), weight.dtype)
     expect("gate_up_rows", "h", h, (chunk, intermediate_size), weight.dtype)
-    chosen = product_tile("gate_up_rows", weight, tile)
+    chosen = product_tile("gate_up_rows", weight, chunk, tile)
     _gate_up_rows_kernel[product_grid(chunk, 2 * intermediate_size, chosen)](
         a,
         weight,

@@ -42,14 +42,14 @@ def _linear_add_tile(
 ):
     num_m = tl.cdiv(rows, BLOCK_M)
     offs_m = tile % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = offs_m < rows
     offs_n = tile // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    a_rows = tl.minimum(offs_m, rows - 1)
     w_rows = tl.minimum(offs_n, out_features - 1)
-    acc = rows_product(a_ptr, w_ptr, a_rows, w_rows, in_features, BLOCK_K, EVEN_K, NUM_STAGES)
+    acc = rows_product(a_ptr, w_ptr, offs_m, live, w_rows, in_features, BLOCK_K, EVEN_K, NUM_STAGES)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
     x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * out_features + offs_n[None, :]
-    mask = (offs_m < rows)[:, None] & (offs_n < out_features)[None, :]
+    mask = live[:, None] & (offs_n < out_features)[None, :]
     tl.store(x_ptrs, tl.load(x_ptrs, mask=mask, other=0.0) + acc, mask=mask)
 
 
@@ -117,7 +117,7 @@ def linear_add_rows(
     if bias is not None:
         expect("linear_add_rows", "bias", bias, (out_features,), weight.dtype)
     expect("linear_add_rows", "x", x, (chunk, out_features), torch.float32)
-    chosen = product_tile("linear_add_rows", weight, tile)
+    chosen = product_tile("linear_add_rows", weight, chunk, tile)
     _linear_add_rows_kernel[product_grid(chunk, out_features, chosen)](
         a,
         weight,

@@ -40,12 +40,12 @@ def _linear_tile(
 ):
     num_m = tl.cdiv(rows, BLOCK_M)
     offs_m = tile % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = offs_m < rows
     offs_n = tile // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    a_rows = first_row + tl.minimum(offs_m, rows - 1)
     w_rows = tl.minimum(offs_n, out_features - 1)
-    acc = rows_product(a_ptr, w_ptr, a_rows, w_rows, in_features, BLOCK_K, EVEN_K, NUM_STAGES)
+    acc = rows_product(a_ptr, w_ptr, first_row + offs_m, live, w_rows, in_features, BLOCK_K, EVEN_K, NUM_STAGES)
     out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * out_features + offs_n[None, :]
-    tl.store(out_ptrs, acc, mask=(offs_m < rows)[:, None] & (offs_n < out_features)[None, :])
+    tl.store(out_ptrs, acc, mask=live[:, None] & (offs_n < out_features)[None, :])
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def linear_rows(
     expect("linear_rows", "a", a, (chunk, in_features), weight.dtype)
     expect("linear_rows", "weight", weight, (out_features, in_features), weight.dtype)
     expect("linear_rows", "out", out, (piece, out_features), torch.float32)
-    chosen = product_tile("linear_rows", weight, tile)
+    chosen = product_tile("linear_rows", weight, piece, tile)
     _linear_rows_kernel[product_grid(piece, out_features, chosen)](
         a,
         weight,

@@ -56,14 +56,14 @@ def _qkv_tile(
     V_END: tl.constexpr = K_END + NUM_KV_HEADS * HALF
     num_m = tl.cdiv(rows, BLOCK_M)
     offs_m = tile % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    a_rows = tl.minimum(offs_m, rows - 1)
+    live = offs_m < rows
     # Columns 2 j and 2 j + 1 of the product are the two sides of one rotated pair, so that a thread holds both. Pairs
     # are counted through all heads, q, k, then v; a tile may begin in one head and end in another.
     first_pair = tile // num_m * (BLOCK_N // 2)
     column = tl.arange(0, BLOCK_N)
     column_pair = tl.minimum(first_pair + column // 2, V_END - 1)
     w_rows = column_pair // HALF * HEAD_DIM + column_pair % HALF + column % 2 * HALF
-    acc = rows_product(a_ptr, w_ptr, a_rows, w_rows, in_features, BLOCK_K, EVEN_K, NUM_STAGES)
+    acc = rows_product(a_ptr, w_ptr, offs_m, live, w_rows, in_features, BLOCK_K, EVEN_K, NUM_STAGES)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
     one, two = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
@@ -71,7 +71,7 @@ def _qkv_tile(
     pair = first_pair + tl.arange(0, BLOCK_N // 2)
     head = pair // HALF
     offs_d = pair % HALF
-    live = (offs_m < rows)[:, None]
+    live = live[:, None]
     seq = (first_seq + offs_m).to(tl.int64)[:, None]
     if first_pair < K_END:
         rotates = (pair < K_END)[None, :]
@@ -187,7 +187,7 @@ def qkv_rows(
     expect("qkv_rows", "q", q, (chunk, num_q_heads, head_dim), weight.dtype)
     expect("qkv_rows", "k_cache", k_cache, (num_kv_heads, max_seq_len, head_dim), weight.dtype)
     expect("qkv_rows", "v_cache", v_cache, (num_kv_heads, max_seq_len, head_dim), weight.dtype)
-    chosen = product_tile("qkv_rows", weight, tile)
+    chosen = product_tile("qkv_rows", weight, chunk, tile)
     _qkv_rows_kernel[product_grid(chunk, weight_rows, chosen)](
         a,
         weight,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from monograph.kernels.attention_rows import attention_rows, attention_rows_torch
+from tests.kernels.huge import huge
 from tests.kernels.rows import (
     DTYPES,
     ON_GPU,
@@ -153,6 +154,19 @@ def test_rows_end_with_the_cache(function: Kernel) -> None:
     function(q, k, v, *Chunk(16, 4, 16).scalars, out, scale=0.3)
     check(out[:5], (q[:5], k, v, 4), 0.3)
     assert out[5:].isnan().all()
+
+
+def test_b13_offsets_beyond_31_bits() -> None:
+    """A cache of more than 2**31 elements: the last head's rows are read where they lie."""
+    num_heads, max_seq_len, head_dim, start, rows = 17, 2**20, 128, 14, 5
+    k_cache, v_cache = (huge(num_heads, max_seq_len, head_dim) for _ in range(2))
+    assert k_cache.numel() > 2**31
+    for seed, cache in enumerate((k_cache, v_cache)):
+        cache[:, : start + rows] = random(num_heads, start + rows, head_dim, dtype=torch.float16, seed=seed)
+    q = random(rows, num_heads, head_dim, dtype=torch.float16, seed=3)
+    out = Slots().new(rows, num_heads, head_dim, dtype=torch.float16)
+    attention_rows(q, k_cache, v_cache, *Chunk(rows, start, rows).scalars, out, scale=0.1)
+    check(out, (q, k_cache[:, : start + rows], v_cache[:, : start + rows], start), 0.1)
 
 
 def test_arguments_are_checked() -> None:

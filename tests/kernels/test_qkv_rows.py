@@ -8,7 +8,20 @@ import pytest
 import torch
 
 from monograph.kernels.qkv_rows import qkv_rows, qkv_rows_torch
-from tests.kernels.rows import DTYPES, Case, Chunk, Kernel, Slots, assert_close, fails, linear_fp64, random, spread
+from tests.kernels.huge import huge
+from tests.kernels.rows import (
+    DTYPES,
+    UNIT,
+    Case,
+    Chunk,
+    Kernel,
+    Slots,
+    assert_close,
+    fails,
+    linear_fp64,
+    random,
+    spread,
+)
 
 # hidden_size, num_q_heads, num_kv_heads, head_dim
 SHAPES = [(64, 4, 4, 32), (100, 3, 1, 80), (72, 8, 2, 64), (33, 8, 1, 128), (96, 6, 2, 20)]
@@ -89,3 +102,25 @@ def test_rows_end_with_the_cache(function: Kernel) -> None:
         assert written.isfinite().all()
         assert outside.isnan().all()
     slots.check_guards()
+
+
+def test_b13_offsets_beyond_31_bits() -> None:
+    """A cache of more than 2**31 elements: its last rows are written where they lie."""
+    num_heads, max_seq_len, head_dim, rows = 17, 2**20, 128, 3
+    start = max_seq_len - rows
+    k_cache, v_cache = (huge(num_heads, max_seq_len, head_dim) for _ in range(2))
+    assert k_cache.numel() > 2**31
+    rope_table = huge(max_seq_len, 2 * head_dim).view(torch.float32)
+    angle = random(rows, head_dim // 2, std=3.0)
+    rope_table[start:] = torch.cat([angle.cos(), angle.sin()], dim=1)
+    a = random(rows, 16, dtype=torch.float16)
+    weight = random(3 * num_heads * head_dim, 16, dtype=torch.float16)
+    results = []
+    for function in (qkv_rows, qkv_rows_torch):
+        q = Slots().new(rows, num_heads, head_dim, dtype=torch.float16)
+        k_cache[:, start - 1 :], v_cache[:, start - 1 :] = -77, -77
+        function(a, weight, None, rope_table, *Chunk(rows, start, rows).scalars, q, k_cache, v_cache)
+        assert (k_cache[:, start - 1] == -77).all()
+        assert (v_cache[:, start - 1] == -77).all()
+        results.append(torch.cat([q.transpose(0, 1), k_cache[:, start:], v_cache[:, start:]]))
+    assert (results[0] - results[1]).abs().max() <= 2 * UNIT[torch.float16] * results[1].abs().max()
