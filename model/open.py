@@ -10,6 +10,7 @@ from monograph.model.checkpoint import Source
 from monograph.model.config import ModelConfig
 from monograph.model.generation_config import GenerationDefaults
 from monograph.model.hub import ModelFiles, fetch_weights, resolve
+from monograph.model.manifest import INDEX_FILE, SINGLE_FILE
 from monograph.model.tokenizer import Tokenizer
 
 
@@ -64,9 +65,10 @@ def _open_folder(files: ModelFiles, token: str | None, local_files_only: bool) -
         assert weights is not None
         return SafetensorsSource(weights)
 
+    is_local = files.repo_id is None and any((files.root / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
     config = ModelConfig.from_file(files.config)
     defaults = GenerationDefaults.from_file(files.generation_config, config.vocab_size)
-    return OpenModel(config, defaults, lambda: Tokenizer.from_folder(files.root), source, files.repo_id is None)
+    return OpenModel(config, defaults, lambda: Tokenizer.from_folder(files.root), source, is_local)
 
 
 def _open_gguf(path: Path) -> OpenModel:

@@ -144,6 +144,15 @@ def test_plan_as_text_and_json() -> None:
     assert "k_cache" in str(plan)
 
 
+def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
+    """A folder with config.json alone, as someone has who wants to know before a download."""
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    plan = plan_model(str(tmp_path), device="cpu")
+    assert plan.max_seq_len == 256
+    assert plan.capacity.dtype == torch.float32
+
+
 def test_devices() -> None:
     assert choose_device("cpu") == CPU
     assert choose_device(torch.device("cpu", 0)) == CPU
