@@ -13,14 +13,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from monograph.kernels.attention_rows import attention_rows
@@ -31,17 +27,9 @@ from monograph.kernels.linear_add_rows import linear_add_rows
 from monograph.kernels.linear_rows import linear_rows
 from monograph.kernels.norm_rows import norm_rows
 from monograph.kernels.qkv_rows import qkv_rows
+from tests.kernels.compile_decode import CUOBJDUMP, SHAPES, compile_launch
 
-# hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, vocab_size, biases
-SHAPES = {
-    "smollm2-135m": (576, 1536, 9, 3, 64, 49152, False),
-    "llama-3.2-1b": (2048, 8192, 32, 8, 64, 128256, False),
-    "llama-3.1-8b": (4096, 14336, 32, 8, 128, 128256, False),
-    "odd": (200, 333, 6, 2, 80, 1000, True),
-}
 CHUNK, MAX_SEQ_LEN, LOGITS_ROWS = 512, 131072, 64
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def launch_all(dtype: torch.dtype, shape: tuple[int, ...], pdl: bool) -> None:
@@ -70,25 +58,7 @@ def launch_all(dtype: torch.dtype, shape: tuple[int, ...], pdl: bool) -> None:
     last_row(x, *at, x_last, gate, pdl=pdl)
 
 
-def compile_launch(
-    kernel: JITFunction, capability: int, arguments: dict[str, Any], options: dict[str, Any]
-) -> dict[str, Any]:
-    """Compiles for the specialisation that the launch would choose: pointers and sizes that 16 divides, sizes of 1."""
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+def report(kernel: JITFunction, compiled: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -112,7 +82,8 @@ def main(capability: int, dtype: str, shape: str) -> None:
         names = [parameter.name for parameter in kernel.params]
         options = {key: value for key, value in keywords.items() if key not in names}
         arguments = dict(zip(names, args, strict=False)) | {key: keywords[key] for key in names if key in keywords}
-        print(json.dumps(compile_launch(kernel, capability, arguments, options)), flush=True)
+        compiled = compile_launch(kernel, capability, arguments, options)
+        print(json.dumps(report(kernel, compiled)), flush=True)
 
     JITFunction.run = run
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
