@@ -3,7 +3,7 @@
 Both run the same GGUF file in float32 with the same number of threads and must give the same tokens. Reported are the
 load time, the time to the first token of a 40-token prompt, and decoding speed.
 
-Run: python bench/cpu.py [--model FILE.gguf] [--rounds 5] [--new-tokens 32] [--json PATH]
+Run: python bench/cpu.py [--model FILE.gguf] [--rounds 5] [--new-tokens 32] [--json PATH] [--show PATH]
 """
 
 from __future__ import annotations
@@ -71,6 +71,37 @@ def cpu_name() -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def row(bench: str, system: str, model: str, seq_len: int, values: list[float], verdict: str) -> dict[str, Any]:
+    """One figure in the form that all benchmarks share."""
+    ordered = sorted(values)
+    return {
+        "bench": bench,
+        "model": model,
+        "system": system,
+        "dtype": "float32",
+        "seq_len": seq_len,
+        "ms": round(statistics.median(values), 3),
+        "p20_ms": round(ordered[int(0.2 * (len(ordered) - 1))], 3),
+        "p80_ms": round(ordered[round(0.8 * (len(ordered) - 1))], 3),
+        "verdict": verdict,
+    }
+
+
+def table(run: dict[str, Any]) -> str:
+    """A run as text: medians and their ratio."""
+    ms = {(row["bench"], row["system"]): row["ms"] for row in run["rows"]}
+    first = run["rows"][0]
+    lines = [
+        f"{first['model']}, {first['dtype']}, prompt of {first['seq_len']} tokens; {run['device']}",
+        f"torch {run['torch']}, transformers {run['transformers']}, {run['date']}; tokens: {first['verdict']}",
+        f"{'median, ms':<20}{'monograph':>12}{'transformers':>14}{'ratio':>8}",
+    ]
+    for bench, label in (("start", "load"), ("first_token", "first token"), ("decode", "decode, per token")):
+        ours, theirs = ms[bench, "monograph"], ms[bench, "transformers"]
+        lines.append(f"{label:<20}{ours:>12.1f}{theirs:>14.1f}{ours / theirs:>8.2f}")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Run, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -78,7 +109,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--show", type=Path, default=None, help="print the table of a finished run and end")
     args = parser.parse_args()
+    if args.show:
+        print(table(json.loads(args.show.read_text())), end="")
+        return
     path = args.model or smollm2_path()
     import transformers  # imported before the clock starts, as torch is for both
 
@@ -102,39 +137,21 @@ def main() -> None:
             firsts[name].append(first_ms)
             steps[name].append(step_ms)
     verdict = "ok" if answers["monograph"] == answers["transformers"][: len(answers["monograph"])] else "other tokens"
-    print(f"{path.name}, float32, {cpu_name()}; prompt of {len(ids)} tokens; tokens: {verdict}")
-    print(f"{'median of rounds':<20}{'monograph':>12}{'transformers':>14}{'ratio':>8}")
-    rows = []
-    for bench, figures in (("start", loads), ("first_token", firsts), ("decode", steps)):
-        medians = {name: statistics.median(values) for name, values in figures.items()}
-        label = {"start": "load, ms", "first_token": "first token, ms", "decode": "decode, ms/token"}[bench]
-        ratio = medians["monograph"] / medians["transformers"]
-        print(f"{label:<20}{medians['monograph']:>12.1f}{medians['transformers']:>14.1f}{ratio:>8.2f}")
-        for name, values in figures.items():
-            ordered = sorted(values)
-            rows.append(
-                {
-                    "bench": bench,
-                    "model": path.stem,
-                    "system": name,
-                    "dtype": "float32",
-                    "seq_len": len(ids),
-                    "ms": round(medians[name], 3),
-                    "p20_ms": round(ordered[int(0.2 * (len(ordered) - 1))], 3),
-                    "p80_ms": round(ordered[round(0.8 * (len(ordered) - 1))], 3),
-                    "verdict": verdict,
-                }
-            )
+    run = {
+        "device": cpu_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "date": date.today().isoformat(),
+        "rows": [
+            row(bench, name, path.stem, len(ids), values, verdict)
+            for bench, figures in (("start", loads), ("first_token", firsts), ("decode", steps))
+            for name, values in figures.items()
+        ],
+    }
+    print(table(run), end="")
     if args.json:
-        facts = {
-            "device": cpu_name(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-            "date": date.today().isoformat(),
-            "rows": rows,
-        }
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        args.json.write_text(json.dumps(run, indent=1) + "\n")
     if verdict != "ok":
         sys.exit("the two systems gave different tokens")
 

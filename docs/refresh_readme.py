@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +26,11 @@ def refresh(text: str) -> str:
 
 
 def output(command: str) -> str:
-    """What a ``monograph`` command prints; what this machine has free is left out, so that machines agree."""
+    """What a command prints; what this machine has free is left out, so that machines agree."""
+    if command.startswith("python "):
+        here = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        script = [sys.executable, *shlex.split(command)[1:]]
+        return subprocess.run(script, cwd=ROOT, env=here, capture_output=True, text=True, check=True).stdout
     arguments = [str(smollm2_path()) if part == MODEL else part for part in shlex.split(command)[1:]]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
