@@ -43,43 +43,41 @@ def _combine(
     partial_out_ptr,
     partial_lse_ptr,
     out_ptr,
-    heads,  # int32 [BLOCK_G]
-    live_heads,
+    kv_head,
     active,
     NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Weighs the partial outputs of all active splits by their share of the softmax, split 0 first."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_s = tl.arange(0, BLOCK_S)
-    all_mask = (offs_s < active)[:, None] & live_heads[None, :]
-    all_ptr = partial_lse_ptr + offs_s[:, None] * NUM_Q_HEADS + heads[None, :]
-    all_lse = tl.load(all_ptr, mask=all_mask, other=float("-inf"), cache_modifier=".cg")  # .cg: written in this launch
-    all_lse = tl.where(live_heads[None, :], all_lse, 0.0)
-    top = tl.max(all_lse, axis=0)
-    inverse = 1.0 / tl.sum(tl.exp2(all_lse - top[None, :]), axis=0)
-    total = tl.zeros([heads.shape[0], BLOCK_D], dtype=tl.float32)
+    """Weighs the partial outputs of all active splits by their share of the softmax, STEP at a time, split 0 first.
+
+    The outputs of a KV head's query heads lie side by side: each thread keeps its columns of all of them.
+    """
+    offs_w = tl.arange(0, BLOCK_W)
+    live = offs_w < GROUP * HEAD_DIM
+    heads = kv_head * GROUP + offs_w // HEAD_DIM
+    columns = kv_head * GROUP * HEAD_DIM + offs_w
+    top = tl.where(live, float("-inf"), 0.0)
+    total = tl.where(live, 0.0, tl.full([BLOCK_W], 1.0, tl.float32))
+    mixed = tl.zeros([BLOCK_W], dtype=tl.float32)
     split = 0
     while split < active:
         splits = split + tl.arange(0, STEP)
-        mask = (splits < active)[:, None] & live_heads[None, :]
+        mask = (splits < active)[:, None] & live[None, :]
         lse_ptr = partial_lse_ptr + splits[:, None] * NUM_Q_HEADS + heads[None, :]
-        lse = tl.load(lse_ptr, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        share = tl.exp2(lse - top[None, :]) * inverse[None, :]
-        offs_part = (splits[:, None] * NUM_Q_HEADS + heads[None, :]) * HEAD_DIM
-        part = tl.load(
-            partial_out_ptr + offs_part[:, :, None] + offs_d[None, None, :],
-            mask=mask[:, :, None] & (offs_d < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        total += tl.sum(part * share[:, :, None], axis=0)
+        part_ptr = partial_out_ptr + splits[:, None] * (NUM_Q_HEADS * HEAD_DIM) + columns[None, :]
+        lse = tl.load(lse_ptr, mask=mask, other=float("-inf"), cache_modifier=".cg")  # .cg: written in this launch
+        part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(lse, axis=0))
+        share = tl.exp2(lse - new_top[None, :])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(share, axis=0)
+        mixed = mixed * fade + tl.sum(part * share, axis=0)
+        top = new_top
         split += STEP
-    out_mask = live_heads[:, None] & (offs_d < HEAD_DIM)[None, :]
-    tl.store(out_ptr + heads[:, None] * HEAD_DIM + offs_d[None, :], total, mask=out_mask)
+    tl.store(out_ptr + columns, mixed / total, mask=live)
 
 
 @triton.jit
@@ -101,8 +99,7 @@ def _attention_kernel(
     NUM_SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK_T: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     COMBINE_STEP: tl.constexpr,
@@ -152,8 +149,8 @@ def _attention_kernel(
         next_values = _load_block(values_ptr, first_row, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
         if TENSOR_CORES:
             scores = tl.dot(q, tl.trans(keys)) * scale_log2
-        else:
-            scores = tl.sum(q[:, None, :] * keys[None, :, :], axis=2) * scale_log2
+        else:  # fma, because Triton makes a sum of plain products a dot in TF32 once it has 16 rows
+            scores = tl.sum(tl.fma(q[:, None, :], keys[None, :, :], 0.0), axis=2) * scale_log2
         scores = tl.where((block * BLOCK_T + offs_t < position)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -163,7 +160,7 @@ def _attention_kernel(
         if TENSOR_CORES:
             mixed = tl.dot(weights.to(values.dtype), values, mixed)
         else:
-            mixed += tl.sum(weights[:, :, None] * values[None, :, :], axis=1)
+            mixed += tl.sum(tl.fma(weights[:, :, None], values[None, :, :], 0.0), axis=1)
         top = new_top
         keys = next_keys
         values = next_values
@@ -179,18 +176,16 @@ def _attention_kernel(
         tl.debug_barrier()  # the partials of all threads come before the arrival that one thread announces
         earlier = tl.atomic_add(arrivals_ptr + kv_head, 1, sem="acq_rel", scope="gpu")
         if earlier == active - 1:
-            offs_c = tl.arange(0, BLOCK_C)
             _combine(
                 partial_out_ptr,
                 partial_lse_ptr,
                 out_ptr,
-                kv_head * GROUP + offs_c,
-                offs_c < GROUP,
+                kv_head,
                 active,
                 NUM_Q_HEADS,
+                GROUP,
                 HEAD_DIM,
-                BLOCK_D,
-                BLOCK_S,
+                BLOCK_W,
                 COMBINE_STEP,
             )
             tl.store(arrivals_ptr + kv_head, 0)
@@ -239,12 +234,18 @@ def attention(
     expect("attention", "out", out, (num_q_heads, head_dim), torch.float32)
     group = num_q_heads // num_kv_heads
     block_d = max(ceil_power_of_two(head_dim), 16)
-    tensor_cores = k_cache.dtype != torch.float32  # they would round fp32 to TF32
+    block_w = ceil_power_of_two(group * head_dim)
+    tensor_cores = k_cache.dtype != torch.float32  # which would round fp32 to TF32
+    block_g = max(ceil_power_of_two(group), 16 if tensor_cores else 1)  # 16: the smallest tile of a dot
+    num_warps = 4 if tensor_cores else 8
+    rows = 16384 // (block_d * k_cache.dtype.itemsize)  # 16 KiB each of keys and values
+    if not tensor_cores:
+        rows = min(rows, 16384 // (block_g * block_d))  # 64 products a thread
     default = {
-        "BLOCK_T": max(16, min(128, 16384 // (block_d * k_cache.dtype.itemsize))),  # 16 KiB each of keys and values
+        "BLOCK_T": max(8 if not tensor_cores else 16, min(128, rows)),
         "MIN_BLOCKS": 2,
-        "COMBINE_STEP": 4,
-        "num_warps": 4 if tensor_cores else 8,
+        "COMBINE_STEP": max(1, min(16, 1024 * num_warps // block_w)),
+        "num_warps": num_warps,
         "trigger": TRIGGER_FIRST,
     }
     t = override("attention", default, tile)
@@ -264,10 +265,9 @@ def attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         NUM_SPLITS=num_splits,
-        BLOCK_G=max(ceil_power_of_two(group), 16 if tensor_cores else 1),  # 16: the tensor cores' smallest tile
+        BLOCK_G=block_g,
         BLOCK_D=block_d,
-        BLOCK_S=ceil_power_of_two(num_splits),
-        BLOCK_C=ceil_power_of_two(group),
+        BLOCK_W=block_w,
         BLOCK_T=t["BLOCK_T"],
         MIN_BLOCKS=t["MIN_BLOCKS"],
         COMBINE_STEP=t["COMBINE_STEP"],

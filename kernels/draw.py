@@ -62,11 +62,12 @@ def draw(
     sharpness = tl.minimum(tl.div_rn(tl.full([], _LOG2_E, tl.float32), temperature), _MAX_SHARPNESS)
     limit = 0x7F800000
     if (top_k > 0) & (top_k < N):
-        limit = threshold(scores_ptr, best, sharpness, False, top_k.to(tl.int64), N, COLUMNS)
+        tokens = tl.zeros([], dtype=tl.int64) + N
+        limit = threshold(scores_ptr, best, sharpness, False, top_k.to(tl.int64), tokens, N, COLUMNS)
     if top_p < 1:
-        left = measure(scores_ptr, best, sharpness, True, limit, N, COLUMNS)
+        left, _left = measure(scores_ptr, best, sharpness, True, limit, limit, N, COLUMNS)
         goal = tl.maximum(tl.ceil(top_p.to(tl.float64) * left.to(tl.float64)).to(tl.int64), 1)
-        limit = threshold(scores_ptr, best, sharpness, True, goal, N, COLUMNS)
+        limit = threshold(scores_ptr, best, sharpness, True, goal, left, N, COLUMNS)
     least_mass = tl.ceil(min_p.to(tl.float64) * _MASS_ONE).to(tl.int64)
     least_mass = tl.minimum(tl.maximum(least_mass, 0), _MASS_ONE)
 

@@ -3,8 +3,8 @@
 A token's key is the bit pattern of its distance max - score >= 0: as a whole number it orders distances. The
 threshold for a goal is the smallest key up to which tokens, or their masses, add up to the goal. One pass keeps the
 four smallest keys of each of COLUMNS columns; unless a column held a fifth that matters, the answer is found among
-them, in registers. Otherwise the pass has still raised the lower bound, a few passes of bisection narrow what is
-left, and it starts again.
+them, in registers. Otherwise the pass has still raised the lower bound, a few passes narrow what is left by
+interpolation, and it starts again.
 
 Masses are whole numbers: the same on every device, in every order of addition. A token's mass is 2**-t in units of
 2**-40 of the most probable token's mass, rounded down, with t = (max - score) * log2(e) / temperature. 2**-t is a
@@ -38,7 +38,8 @@ _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in (C1, C2, C3, C4, C5))
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(ROUNDER), tl.constexpr(ROUNDER_BITS)
 _FARTHEST = tl.constexpr(FARTHEST)
 _NOTHING = tl.constexpr(0x7FFFFFFF)  # beyond every key: the largest, of an infinite distance, is 0x7F800000
-_NARROWINGS = tl.constexpr(6)  # passes of bisection between two collections
+_NARROWINGS = tl.constexpr(4)  # passes that narrow the range between two collections
+_MARGIN = tl.constexpr(1 / 32)
 
 
 @triton.jit
@@ -65,43 +66,51 @@ def load_distance(scores_ptr, best, offs, N: tl.constexpr):
 
 
 @triton.jit
-def measure(scores_ptr, best, sharpness, by_mass, limit, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """One pass: the number (or mass) of tokens with keys up to `limit`, int64."""
-    total = tl.zeros([COLUMNS], dtype=tl.int64)
-    start = 0
-    while start < N:
-        offs = start + tl.arange(0, COLUMNS)
-        distance = load_distance(scores_ptr, best, offs, N)
-        kept = (offs < N) & (distance.to(tl.int32, bitcast=True) <= limit)
-        if by_mass:
-            total += tl.where(kept, mass(distance, sharpness), 0)
-        else:
-            total += kept.to(tl.int64)
-        start += COLUMNS
-    return tl.sum(total, axis=0)
+def _weight(key, sharpness, by_mass: tl.constexpr):
+    if by_mass:
+        weight = mass(key.to(tl.float32, bitcast=True), sharpness)
+    else:
+        weight = tl.full(key.shape, 1, tl.int64)
+    return weight
 
 
 @triton.jit
-def _weight(key, sharpness, by_mass):
-    weight = (key != _NOTHING).to(tl.int64)
-    if by_mass:
-        weight *= mass(key.to(tl.float32, bitcast=True), sharpness)
-    return weight
+def measure(scores_ptr, best, sharpness, by_mass: tl.constexpr, limit0, limit1, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """One pass: number or mass (int64) of the tokens with keys up to `limit0`, and up to `limit1`.
+
+    A number is right for limits short of infinite distance, where what lies beyond the vocabulary would count.
+    """
+    offs = tl.arange(0, COLUMNS)
+    total0 = tl.zeros([COLUMNS], dtype=tl.int64)
+    total1 = total0
+    next_distance = load_distance(scores_ptr, best, offs, N)
+    start = 0
+    while start < N:
+        key = next_distance.to(tl.int32, bitcast=True)
+        start += COLUMNS
+        next_distance = load_distance(scores_ptr, best, start + offs, N)
+        weight = _weight(key, sharpness, by_mass)
+        total0 += tl.where(key <= limit0, weight, 0)
+        total1 += tl.where(key <= limit1, weight, 0)
+    return tl.sum(total0, axis=0), tl.sum(total1, axis=0)
 
 
 @triton.jit
 def _collect(scores_ptr, best, low, N: tl.constexpr, COLUMNS: tl.constexpr):
     """One pass: each column's four smallest keys from `low` on, and the smallest key of all that were left out."""
+    offs = tl.arange(0, COLUMNS)
     k0 = tl.full([COLUMNS], _NOTHING, dtype=tl.int32)
     k1 = k0
     k2 = k0
     k3 = k0
     left_out = k0
+    next_distance = load_distance(scores_ptr, best, offs, N)
     start = 0
     while start < N:
-        offs = start + tl.arange(0, COLUMNS)
-        key = load_distance(scores_ptr, best, offs, N).to(tl.int32, bitcast=True)
-        key = tl.where((offs < N) & (key >= low), key, _NOTHING)
+        key = next_distance.to(tl.int32, bitcast=True)
+        key = tl.where((start + offs < N) & (key >= low), key, _NOTHING)
+        start += COLUMNS
+        next_distance = load_distance(scores_ptr, best, start + offs, N)
         larger = tl.maximum(k0, key)
         k0 = tl.minimum(k0, key)
         key = tl.maximum(k1, larger)
@@ -111,7 +120,6 @@ def _collect(scores_ptr, best, low, N: tl.constexpr, COLUMNS: tl.constexpr):
         key = tl.maximum(k3, larger)
         k3 = tl.minimum(k3, larger)
         left_out = tl.minimum(left_out, key)
-        start += COLUMNS
     return k0, k1, k2, k3, tl.min(left_out, axis=0)
 
 
@@ -123,20 +131,31 @@ def _sum_up_to(limit, k0, k1, k2, k3, w0, w1, w2, w3):
 
 
 @triton.jit
-def threshold(scores_ptr, best, sharpness, by_mass, goal, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """The smallest key up to which tokens (or, by mass, masses) add up to `goal`, which all of them together reach."""
-    low = 0  # the answer is in [low, high], and keys before low measure `below`
+def _between(low, high, fraction):
+    """The key at a fraction of the way from low to high, below high."""
+    step = ((high - low).to(tl.float32) * tl.minimum(tl.maximum(fraction, 0.0), 1.0)).to(tl.int32)
+    return low + tl.minimum(tl.maximum(step, 0), high - low - 1)
+
+
+@triton.jit
+def threshold(
+    scores_ptr, best, sharpness, by_mass: tl.constexpr, goal, everything, N: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The smallest key up to which tokens, or masses, add up to `goal`; all together add up to `everything`."""
+    low = 0  # the answer is in [low, high]; keys before low measure `below`, keys up to high `reached`
     high = 0x7F800000
     below = tl.zeros([], dtype=tl.int64)
+    reached = everything
     while low < high:
         k0, k1, k2, k3, left_out = _collect(scores_ptr, best, low, N, COLUMNS)
         w0 = _weight(k0, sharpness, by_mass)
         w1 = _weight(k1, sharpness, by_mass)
         w2 = _weight(k2, sharpness, by_mass)
         w3 = _weight(k3, sharpness, by_mass)
-        before = below + _sum_up_to(left_out - 1, k0, k1, k2, k3, w0, w1, w2, w3)
+        last = tl.minimum(left_out - 1, 0x7F800000)
+        before = below + _sum_up_to(last, k0, k1, k2, k3, w0, w1, w2, w3)
         if before >= goal:  # no token that was left out matters
-            high = tl.minimum(high, left_out - 1)
+            high = tl.minimum(high, last)
             while low < high:
                 middle = low + (high - low) // 2
                 enough = below + _sum_up_to(middle, k0, k1, k2, k3, w0, w1, w2, w3) >= goal
@@ -145,15 +164,23 @@ def threshold(scores_ptr, best, sharpness, by_mass, goal, N: tl.constexpr, COLUM
         else:
             low = left_out
             below = before
-            passes = 0
-            while (low < high) & (passes < _NARROWINGS):
-                middle = low + (high - low) // 2
-                reached = measure(scores_ptr, best, sharpness, by_mass, middle, N, COLUMNS)
-                enough = reached >= goal
-                below = tl.where(enough, below, reached)
-                high = tl.where(enough, middle, high)
-                low = tl.where(enough, low, middle + 1)
-                passes += 1
+            narrowing = 0
+            while (low < high) & (narrowing < _NARROWINGS):
+                # Where a straight line between what is known would reach the goal, and a little to either side; every
+                # third time in thirds, which bounds the number of passes whatever the distribution.
+                fraction = (goal - below).to(tl.float32) / (reached - below).to(tl.float32)
+                thirds = narrowing % 3 == 2
+                limit0 = _between(low, high, tl.where(thirds, 0.333, fraction - _MARGIN))
+                limit1 = _between(low, high, tl.where(thirds, 0.667, fraction + _MARGIN))
+                limit0 = tl.where(narrowing == 0, low, limit0)  # a tie too long for a column ends here
+                sum0, sum1 = measure(scores_ptr, best, sharpness, by_mass, limit0, limit1, N, COLUMNS)
+                enough0 = sum0 >= goal
+                enough1 = sum1 >= goal
+                low = tl.where(enough0, low, tl.where(enough1, limit0, limit1) + 1)
+                below = tl.where(enough0, below, tl.where(enough1, sum0, sum1))
+                high = tl.where(enough0, limit0, tl.where(enough1, limit1, high))
+                reached = tl.where(enough0, sum0, tl.where(enough1, sum1, reached))
+                narrowing += 1
     return low
 
 

@@ -35,6 +35,7 @@ SHAPES = {
     "smollm2-135m": (576, 1536, 9, 3, 64, 49152, False),
     "llama-3.2-1b": (2048, 8192, 32, 8, 64, 128256, False),
     "llama-3.1-8b": (4096, 14336, 32, 8, 128, 128256, False),
+    "mqa": (1088, 2048, 17, 1, 64, 32000, False),  # one KV head for more query heads than a tile of a dot has rows
     "odd": (200, 333, 6, 2, 80, 1000, True),
 }
 LAUNCHES = ("embed", "qkv", "attention", "o", "gate_up", "down", "head", "sample")

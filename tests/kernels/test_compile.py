@@ -27,13 +27,14 @@ QUICK = [
     "100:bfloat16:llama-3.2-1b:attention",
     "120:bfloat16:llama-3.1-8b:down,embed",
     "90:float32:llama-3.2-1b:attention",
+    "90:float32:mqa:attention",
     "90:float16:odd:qkv",
 ]
 FULL = [
     f"{capability}:{dtype}:{shape}"
     for capability in SHARED_LIMIT
     for dtype in ("bfloat16", *(("float16", "float32") if capability == 90 else ()))
-    for shape in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "odd")
+    for shape in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "mqa", "odd")
 ]
 
 

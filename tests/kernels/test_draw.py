@@ -29,7 +29,8 @@ def _mass_kernel(distance_ptr, sharpness_ptr, out_ptr, BLOCK: tl.constexpr):
 def _threshold_kernel(
     scores_ptr, best, sharpness, goal_ptr, out_ptr, BY_MASS: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    tl.store(out_ptr, threshold(scores_ptr, best, sharpness, BY_MASS, tl.load(goal_ptr), N, COLUMNS))
+    goal, everything = tl.load(goal_ptr), tl.load(goal_ptr + 1)
+    tl.store(out_ptr, threshold(scores_ptr, best, sharpness, BY_MASS, goal, everything, N, COLUMNS))
 
 
 @triton.jit
@@ -158,7 +159,8 @@ def test_threshold_is_the_smallest_key_that_reaches_the_goal(by_mass: bool, deci
         expected = distance[order[int(torch.searchsorted(running, goal))]].view(torch.int32)
         out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         sizes = {"BY_MASS": by_mass, "N": 700, "COLUMNS": COLUMNS}
-        _threshold_kernel[(1,)](scores, best, float(sharpness), goal, out, **sizes, **NO_FUSION)
+        goals = torch.cat([goal, running[-1:]])
+        _threshold_kernel[(1,)](scores, best, float(sharpness), goals, out, **sizes, **NO_FUSION)
         assert int(out) == int(expected)
 
 
