@@ -82,7 +82,8 @@ def answer(question: str, prompt: str) -> Iterator[str]:
             threading.Event().wait(0.001)
     elif question == "prefill":  # a first token that does not come
         print("(reading)", flush=True)
-        threading.Event().wait()
+        while True:
+            threading.Event().wait(0.01)
     elif question == "too long":
         raise monograph.PromptError("prompt of 9,000 tokens exceeds\nmax_seq_len 8,192")
     elif question == "not finite":

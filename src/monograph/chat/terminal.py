@@ -24,6 +24,7 @@ PROMPT = "> "
 INTERRUPTED = 130
 # A second Ctrl-C this soon after the first is the same impatience, not a new wish.
 UNWIND_S = 1.0
+TICK_S = 0.1
 _CONTROL = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -99,6 +100,25 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def _ticks() -> Iterator[None]:
+    """Wake a blocking read now and then.
+
+    Python notices a signal when a system call is interrupted; one that comes between the prompt and the read that
+    waits for keys would go unnoticed until the next key.
+    """
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, lambda signum, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 def converse(chat: Chat, send_options: Mapping[str, Any], *, stats: bool = False) -> int:
     """Talk until the user leaves.
 
@@ -116,7 +136,7 @@ def converse(chat: Chat, send_options: Mapping[str, Any], *, stats: bool = False
     with Interrupts() as interrupts:
         while True:
             try:
-                with interrupts.span():
+                with interrupts.span(), _ticks():
                     line = input(PROMPT)
             except EOFError:
                 print()
