@@ -39,6 +39,36 @@ def _load_block(block_ptr, first_row, position, last_row, head_dim, BLOCK_T: tl.
 
 
 @triton.jit
+def _attend(
+    q,
+    keys,
+    values,
+    old,  # bool [BLOCK_T]: rows that count
+    scale_log2,
+    top,
+    total,
+    mixed,
+    TENSOR_CORES: tl.constexpr,
+):
+    """Takes a block of rows into the online softmax: running maximum, sum of exponentials, weighted values."""
+    if TENSOR_CORES:
+        scores = tl.dot(q, tl.trans(keys)) * scale_log2
+    else:  # fma, because Triton makes a sum of plain products a dot in TF32 once it has 16 rows
+        scores = tl.sum(tl.fma(q[:, None, :], keys[None, :, :], 0.0), axis=2) * scale_log2
+    scores = tl.where(old[None, :], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_top[:, None])
+    fade = tl.exp2(top - new_top)
+    total = total * fade + tl.sum(weights, axis=1)
+    mixed = mixed * fade[:, None]
+    if TENSOR_CORES:
+        mixed = tl.dot(weights.to(values.dtype), values, mixed)
+    else:
+        mixed += tl.sum(tl.fma(weights[:, :, None], values[None, :, :], 0.0), axis=1)
+    return new_top, total, mixed
+
+
+@triton.jit
 def _combine(
     partial_out_ptr,
     partial_lse_ptr,
@@ -51,33 +81,43 @@ def _combine(
     BLOCK_W: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Weighs the partial outputs of all active splits by their share of the softmax, STEP at a time, split 0 first.
+    """Weighs the partial outputs of all active splits by their share of the softmax, split 0 first.
 
-    The outputs of a KV head's query heads lie side by side: each thread keeps its columns of all of them.
+    The outputs of a KV head's query heads lie side by side, and a thread takes the same few columns of every split: no
+    exchange between threads, and the loads of STEP splits in flight together.
     """
     offs_w = tl.arange(0, BLOCK_W)
-    live = offs_w < GROUP * HEAD_DIM
-    heads = kv_head * GROUP + offs_w // HEAD_DIM
-    columns = kv_head * GROUP * HEAD_DIM + offs_w
-    top = tl.where(live, float("-inf"), 0.0)
-    total = tl.where(live, 0.0, tl.full([BLOCK_W], 1.0, tl.float32))
+    live = GROUP * HEAD_DIM
+    lse_ptr = partial_lse_ptr + kv_head * GROUP + offs_w // HEAD_DIM
+    part_ptr = partial_out_ptr + kv_head * live + offs_w
+    top = tl.where(offs_w < live, float("-inf"), 0.0)
+    total = tl.where(offs_w < live, 0.0, tl.full([BLOCK_W], 1.0, tl.float32))
     mixed = tl.zeros([BLOCK_W], dtype=tl.float32)
-    split = 0
-    while split < active:
-        splits = split + tl.arange(0, STEP)
-        mask = (splits < active)[:, None] & live[None, :]
-        lse_ptr = partial_lse_ptr + splits[:, None] * NUM_Q_HEADS + heads[None, :]
-        part_ptr = partial_out_ptr + splits[:, None] * (NUM_Q_HEADS * HEAD_DIM) + columns[None, :]
-        lse = tl.load(lse_ptr, mask=mask, other=float("-inf"), cache_modifier=".cg")  # .cg: written in this launch
-        part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(lse, axis=0))
-        share = tl.exp2(lse - new_top[None, :])
+    first = 0
+    while first < active:
+        lses = ()
+        parts = ()
+        for i in tl.static_range(STEP):
+            mask = offs_w < tl.where(first + i < active, live, 0)
+            split = first + i
+            # .cg: other programs wrote them during this launch
+            lse = tl.load(lse_ptr + split * NUM_Q_HEADS, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(part_ptr + split * (NUM_Q_HEADS * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg")
+            lses += (lse,)  # type: ignore[assignment]
+            parts += (part,)  # type: ignore[assignment]
+        new_top = top
+        for i in tl.static_range(STEP):
+            new_top = tl.maximum(new_top, lses[i])
         fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(share, axis=0)
-        mixed = mixed * fade + tl.sum(part * share, axis=0)
+        total = total * fade
+        mixed = mixed * fade
+        for i in tl.static_range(STEP):
+            share = tl.exp2(lses[i] - new_top)
+            total += share
+            mixed += parts[i] * share
         top = new_top
-        split += STEP
-    tl.store(out_ptr + columns, mixed / total, mask=live)
+        first += STEP
+    tl.store(out_ptr + kv_head * live + offs_w, mixed / total, mask=offs_w < live)
 
 
 @triton.jit
@@ -103,6 +143,7 @@ def _attention_kernel(
     BLOCK_T: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     COMBINE_STEP: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -143,28 +184,24 @@ def _attention_kernel(
     top = tl.where(owns_live, live_score, float("-inf"))  # running maximum, log2 domain
     total = tl.where(owns_live, tl.full([BLOCK_G], 1.0, tl.float32), 0.0)  # running sum of exponentials
     mixed = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32) + live_value[None, :]  # running sum of weighted values
-    while block < end:
-        first_row = (block + 1) * BLOCK_T
-        next_keys = _load_block(keys_ptr, first_row, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
-        next_values = _load_block(values_ptr, first_row, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
-        if TENSOR_CORES:
-            scores = tl.dot(q, tl.trans(keys)) * scale_log2
-        else:  # fma, because Triton makes a sum of plain products a dot in TF32 once it has 16 rows
-            scores = tl.sum(tl.fma(q[:, None, :], keys[None, :, :], 0.0), axis=2) * scale_log2
-        scores = tl.where((block * BLOCK_T + offs_t < position)[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(weights, axis=1)
-        mixed = mixed * fade[:, None]
-        if TENSOR_CORES:
-            mixed = tl.dot(weights.to(values.dtype), values, mixed)
-        else:
-            mixed += tl.sum(tl.fma(weights[:, :, None], values[None, :, :], 0.0), axis=1)
-        top = new_top
-        keys = next_keys
-        values = next_values
-        block += 1
+    rest = block + 1
+    if NUM_STAGES == 1:
+        while rest < end:
+            offs_rest = rest * BLOCK_T + offs_t
+            more_keys = _load_block(keys_ptr, rest * BLOCK_T, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
+            more_values = _load_block(values_ptr, rest * BLOCK_T, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
+            old = offs_rest < position
+            top, total, mixed = _attend(q, more_keys, more_values, old, scale_log2, top, total, mixed, TENSOR_CORES)
+            rest += 1
+    else:
+        for later in tl.range(rest, end, num_stages=NUM_STAGES):
+            offs_rest = later * BLOCK_T + offs_t
+            more_keys = _load_block(keys_ptr, later * BLOCK_T, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
+            more_values = _load_block(values_ptr, later * BLOCK_T, position, last_row, HEAD_DIM, BLOCK_T, BLOCK_D)
+            old = offs_rest < position
+            top, total, mixed = _attend(q, more_keys, more_values, old, scale_log2, top, total, mixed, TENSOR_CORES)
+    old = block * BLOCK_T + offs_t < position
+    top, total, mixed = _attend(q, keys, values, old, scale_log2, top, total, mixed, TENSOR_CORES)
 
     mixed = mixed / total[:, None]
     if active == 1:
@@ -213,7 +250,8 @@ def attention(
     Args:
         scale: multiplies the scores before the softmax.
         pdl: launch before the predecessor has ended; needs sm_90.
-        tile: overrides of BLOCK_T (rows of a block), MIN_BLOCKS (of a split), COMBINE_STEP, num_warps, trigger.
+        tile: overrides of BLOCK_T (rows of a block), MIN_BLOCKS (of a split), COMBINE_STEP (splits), NUM_STAGES
+            (blocks in flight; 1: no pipeline), num_warps, trigger.
 
     Raises:
         ValueError: an argument of the wrong shape, dtype or layout.
@@ -244,7 +282,8 @@ def attention(
     default = {
         "BLOCK_T": max(8 if not tensor_cores else 16, min(128, rows)),
         "MIN_BLOCKS": 2,
-        "COMBINE_STEP": max(1, min(16, 1024 * num_warps // block_w)),
+        "COMBINE_STEP": 8,
+        "NUM_STAGES": 1 if k_cache.device.type == "cpu" else 3,  # the interpreter cannot iterate over device values
         "num_warps": num_warps,
         "trigger": TRIGGER_FIRST,
     }
@@ -271,6 +310,7 @@ def attention(
         BLOCK_T=t["BLOCK_T"],
         MIN_BLOCKS=t["MIN_BLOCKS"],
         COMBINE_STEP=t["COMBINE_STEP"],
+        NUM_STAGES=t["NUM_STAGES"],
         TENSOR_CORES=tensor_cores,
         PDL=t["trigger"] if pdl else 0,
         num_warps=t["num_warps"],

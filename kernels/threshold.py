@@ -37,8 +37,8 @@ MAX_SHARPNESS = 3.0e38
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in (C1, C2, C3, C4, C5))
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(ROUNDER), tl.constexpr(ROUNDER_BITS)
 _FARTHEST = tl.constexpr(FARTHEST)
-_NOTHING = tl.constexpr(0x7FFFFFFF)  # beyond every key: the largest, of an infinite distance, is 0x7F800000
-_NARROWINGS = tl.constexpr(4)  # passes that narrow the range between two collections
+_NOTHING = tl.constexpr(0x7FFFFFFF)  # beyond every key
+_INFINITE = tl.constexpr(0x7F800000)  # the key of an infinite distance
 _MARGIN = tl.constexpr(1 / 32)
 
 
@@ -97,8 +97,10 @@ def measure(scores_ptr, best, sharpness, by_mass: tl.constexpr, limit0, limit1, 
 
 @triton.jit
 def _collect(scores_ptr, best, low, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """One pass: each column's four smallest keys from `low` on, and the smallest key of all that were left out."""
+    """One pass: each column's four smallest keys from `low` on, the smallest key of all that were left out, and the
+    largest key of a finite distance."""
     offs = tl.arange(0, COLUMNS)
+    farthest = tl.zeros([COLUMNS], dtype=tl.int32)
     k0 = tl.full([COLUMNS], _NOTHING, dtype=tl.int32)
     k1 = k0
     k2 = k0
@@ -108,6 +110,7 @@ def _collect(scores_ptr, best, low, N: tl.constexpr, COLUMNS: tl.constexpr):
     start = 0
     while start < N:
         key = next_distance.to(tl.int32, bitcast=True)
+        farthest = tl.maximum(farthest, tl.where(key < _INFINITE, key, 0))
         key = tl.where((start + offs < N) & (key >= low), key, _NOTHING)
         start += COLUMNS
         next_distance = load_distance(scores_ptr, best, start + offs, N)
@@ -120,7 +123,7 @@ def _collect(scores_ptr, best, low, N: tl.constexpr, COLUMNS: tl.constexpr):
         key = tl.maximum(k3, larger)
         k3 = tl.minimum(k3, larger)
         left_out = tl.minimum(left_out, key)
-    return k0, k1, k2, k3, tl.min(left_out, axis=0)
+    return k0, k1, k2, k3, tl.min(left_out, axis=0), tl.max(farthest, axis=0)
 
 
 @triton.jit
@@ -131,10 +134,12 @@ def _sum_up_to(limit, k0, k1, k2, k3, w0, w1, w2, w3):
 
 
 @triton.jit
-def _between(low, high, fraction):
-    """The key at a fraction of the way from low to high, below high."""
-    step = ((high - low).to(tl.float32) * tl.minimum(tl.maximum(fraction, 0.0), 1.0)).to(tl.int32)
-    return low + tl.minimum(tl.maximum(step, 0), high - low - 1)
+def _between(low, high, end, fraction):
+    """The key at a fraction of the distance from key low to key end, but from low on and before high."""
+    near = low.to(tl.float32, bitcast=True)
+    far = tl.maximum(end, low).to(tl.float32, bitcast=True)
+    distance = near + (far - near) * tl.minimum(tl.maximum(fraction, 0.0), 1.0)
+    return tl.minimum(tl.maximum(distance.to(tl.int32, bitcast=True), low), high - 1)
 
 
 @triton.jit
@@ -142,17 +147,18 @@ def threshold(
     scores_ptr, best, sharpness, by_mass: tl.constexpr, goal, everything, N: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """The smallest key up to which tokens, or masses, add up to `goal`; all together add up to `everything`."""
-    low = 0  # the answer is in [low, high]; keys before low measure `below`, keys up to high `reached`
-    high = 0x7F800000
+    zero = tl.zeros([], dtype=tl.int32)
+    low = zero  # the answer is in [low, high]; keys before low measure `below`, keys up to high `reached`
+    high = zero + _INFINITE
     below = tl.zeros([], dtype=tl.int64)
     reached = everything
     while low < high:
-        k0, k1, k2, k3, left_out = _collect(scores_ptr, best, low, N, COLUMNS)
+        k0, k1, k2, k3, left_out, farthest = _collect(scores_ptr, best, low, N, COLUMNS)
         w0 = _weight(k0, sharpness, by_mass)
         w1 = _weight(k1, sharpness, by_mass)
         w2 = _weight(k2, sharpness, by_mass)
         w3 = _weight(k3, sharpness, by_mass)
-        last = tl.minimum(left_out - 1, 0x7F800000)
+        last = tl.minimum(left_out - 1, _INFINITE)
         before = below + _sum_up_to(last, k0, k1, k2, k3, w0, w1, w2, w3)
         if before >= goal:  # no token that was left out matters
             high = tl.minimum(high, last)
@@ -162,17 +168,17 @@ def threshold(
                 high = tl.where(enough, middle, high)
                 low = tl.where(enough, low, middle + 1)
         else:
+            tie = left_out == low  # more equal tokens than a column keeps: see first whether they are the answer
             low = left_out
             below = before
             narrowing = 0
-            while (low < high) & (narrowing < _NARROWINGS):
-                # Where a straight line between what is known would reach the goal, and a little to either side; every
-                # third time in thirds, which bounds the number of passes whatever the distribution.
-                fraction = (goal - below).to(tl.float32) / (reached - below).to(tl.float32)
-                thirds = narrowing % 3 == 2
-                limit0 = _between(low, high, tl.where(thirds, 0.333, fraction - _MARGIN))
-                limit1 = _between(low, high, tl.where(thirds, 0.667, fraction + _MARGIN))
-                limit0 = tl.where(narrowing == 0, low, limit0)  # a tie too long for a column ends here
+            while (low < high) & (narrowing < 4):
+                # In thirds, twice; then a little to either side of where a straight line would reach the goal.
+                line = (goal - below).to(tl.float32) / (reached - below).to(tl.float32)
+                end = tl.minimum(high, farthest)
+                limit0 = _between(low, high, end, tl.where(narrowing < 2, 0.333, line - _MARGIN))
+                limit1 = _between(low, high, end, tl.where(narrowing < 2, 0.667, line + _MARGIN))
+                limit0 = tl.where(tie & (narrowing == 0), low, limit0)
                 sum0, sum1 = measure(scores_ptr, best, sharpness, by_mass, limit0, limit1, N, COLUMNS)
                 enough0 = sum0 >= goal
                 enough1 = sum1 >= goal
