@@ -276,14 +276,16 @@ def attention(
     tensor_cores = k_cache.dtype != torch.float32  # which would round fp32 to TF32
     block_g = max(ceil_power_of_two(group), 16 if tensor_cores else 1)  # 16: the smallest tile of a dot
     num_warps = 4 if tensor_cores else 8
-    rows = 16384 // (block_d * k_cache.dtype.itemsize)  # 16 KiB each of keys and values
+    rows = 8192 // (block_d * k_cache.dtype.itemsize)  # 8 KiB each of keys and values
     if not tensor_cores:
         rows = min(rows, 16384 // (block_g * block_d))  # 64 products a thread
+    block_t = max(16 if tensor_cores else 8, min(128, rows))
     default = {
-        "BLOCK_T": max(8 if not tensor_cores else 16, min(128, rows)),
-        "MIN_BLOCKS": 2,
+        "BLOCK_T": block_t,
+        "MIN_BLOCKS": max(1, 128 // block_t),
         "COMBINE_STEP": 8,
-        "NUM_STAGES": 1 if k_cache.device.type == "cpu" else 3,  # the interpreter cannot iterate over device values
+        # The interpreter cannot iterate over device values, and fp32 has no registers for a pipeline.
+        "NUM_STAGES": 3 if tensor_cores and k_cache.device.type != "cpu" else 1,
         "num_warps": num_warps,
         "trigger": TRIGGER_FIRST,
     }

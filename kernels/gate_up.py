@@ -84,8 +84,9 @@ def gate_up(
         expect("gate_up", "bias", bias, (2 * intermediate_size,), weight.dtype)
     expect_scalars("gate_up", torch.int32, halted=halted)
     expect("gate_up", "h", h, (intermediate_size,), torch.float32)
+    num_warps = 8 if hidden_size * weight.dtype.itemsize <= 4096 else 4
     default = matvec_tile(
-        2 * intermediate_size, hidden_size, weight.dtype, num_warps=4, bytes_per_thread=256, paired=True
+        2 * intermediate_size, hidden_size, weight.dtype, num_warps=num_warps, bytes_per_thread=128, paired=True
     )
     t = override("gate_up", default, tile)
     block_k = column_block(hidden_size, weight.dtype, t["num_warps"])

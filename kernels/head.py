@@ -12,7 +12,6 @@ import torch
 from monograph.kernels.checks import expect, expect_scalars, expect_weight
 from monograph.kernels.device import dot_rows, enter, leave, load_rows, load_vector, normalise
 from monograph.kernels.tile import (
-    TRIGGER_AT_EXIT,
     Tile,
     column_block,
     launch_options,
@@ -185,9 +184,7 @@ def head(
     grid = best_score.numel()
     expect("head", "best_score", best_score, (grid,), torch.float32)
     expect("head", "best_id", best_id, (grid,), torch.int32)
-    default = matvec_tile(
-        vocab_size, hidden_size, weight.dtype, num_warps=8, bytes_per_thread=128, trigger=TRIGGER_AT_EXIT
-    )
+    default = matvec_tile(vocab_size, hidden_size, weight.dtype, num_warps=4, bytes_per_thread=128)
     t = override("head", default, tile)
     block_k = column_block(hidden_size, weight.dtype, t["num_warps"])
     _head_kernel[(grid,)](

@@ -9,7 +9,7 @@ import torch
 
 from monograph.kernels.checks import expect, expect_scalars, expect_weight
 from monograph.kernels.device import dot_rows, enter, leave, load_activations, load_rows
-from monograph.kernels.tile import Tile, column_block, launch_options, matvec_tile, override, vector_width
+from monograph.kernels.tile import Tile, column_block, launch_options, linear_tile, override, vector_width
 from monograph.kernels.triton_import import tl, triton
 
 
@@ -98,8 +98,7 @@ def linear_add(
         expect("linear_add", "bias", bias, (out_features,), weight.dtype)
     expect_scalars("linear_add", torch.int32, halted=halted)
     expect("linear_add", "x", x, (out_features,), torch.float32)
-    default = matvec_tile(out_features, in_features, weight.dtype, num_warps=8, bytes_per_thread=256)
-    t = override("linear_add", default | {"programs": 0}, tile)
+    t = override("linear_add", linear_tile(out_features, in_features, weight.dtype, x.device), tile)
     tiles = triton.cdiv(out_features, t["BLOCK_N"])
     grid = min(t["programs"] or tiles, tiles)
     block_k = column_block(in_features, weight.dtype, t["num_warps"])

@@ -14,7 +14,6 @@ import torch
 from monograph.kernels.checks import expect, expect_scalars, expect_weight
 from monograph.kernels.device import dot_rows, enter, leave, load_rows, load_vector, normalise
 from monograph.kernels.tile import (
-    TRIGGER_AFTER_WAIT,
     Tile,
     column_block,
     launch_options,
@@ -132,15 +131,7 @@ def qkv(
     expect("qkv", "q", q, (num_q_heads, head_dim), torch.float32)
     expect("qkv", "k_cache", k_cache, (num_kv_heads, max_seq_len, head_dim), weight.dtype)
     expect("qkv", "v_cache", v_cache, (num_kv_heads, max_seq_len, head_dim), weight.dtype)
-    default = matvec_tile(
-        out_features,
-        hidden_size,
-        weight.dtype,
-        num_warps=4,
-        bytes_per_thread=256,
-        paired=True,
-        trigger=TRIGGER_AFTER_WAIT,
-    )
+    default = matvec_tile(out_features, hidden_size, weight.dtype, num_warps=4, bytes_per_thread=128, paired=True)
     t = override("qkv", default, tile)
     block_k = column_block(hidden_size, weight.dtype, t["num_warps"])
     grid = (num_q_heads + 2 * num_kv_heads) * triton.cdiv(head_dim // 2, t["BLOCK_N"])
