@@ -81,7 +81,7 @@ def _read_kernel(  # type: ignore[no-untyped-def]
     stride = tl.num_programs(0).to(tl.int64) * (UNROLL * BLOCK)
     tile = 0
     while tile < tiles:
-        for i in tl.static_range(UNROLL):
+        for i in tl.static_range(UNROLL):  # pyright: ignore[reportGeneralTypeIssues]
             if EVICT_FIRST:
                 total += tl.load(words_ptr + i * BLOCK, eviction_policy="evict_first")
             else:
@@ -113,8 +113,8 @@ def read(words: torch.Tensor, sums: torch.Tensor, how: Configuration, num_sms: i
         BLOCK=how.block,
         UNROLL=how.unroll,
         EVICT_FIRST=how.evict_first,
-        num_warps=how.num_warps,
-        enable_fp_fusion=True,
+        num_warps=how.num_warps,  # pyright: ignore[reportCallIssue]
+        enable_fp_fusion=True,  # pyright: ignore[reportCallIssue]
     )
     return programs * tiles * tile, programs
 

@@ -222,11 +222,14 @@ class Step:
         ids = [(17 + 31 * i) % self.config.vocab_size for i in range(prompt_tokens)]
         limit = min(prompt_tokens + new_tokens, self.max_seq_len)
         self.settle()
-        for _ in range(2):  # the first warms up
-            answer = self.decoder.answer(ids, reuse=False, position_limit=limit, stop_ids=(), sampling=GREEDY)
-            started = time.process_time()
-            count = sum(1 for _ in answer.tokens())
-            cpu = time.process_time() - started
+        self._answer(ids, limit)  # warms up
+        return self._answer(ids, limit)
+
+    def _answer(self, ids: list[int], limit: int) -> dict[str, float]:
+        answer = self.decoder.answer(ids, reuse=False, position_limit=limit, stop_ids=(), sampling=GREEDY)
+        started = time.process_time()
+        count = sum(1 for _ in answer.tokens())
+        cpu = time.process_time() - started
         stats = answer.stats()
         return {
             "wall_ms": stats.decode_ms / max(count - 1, 1),
