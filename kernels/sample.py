@@ -210,7 +210,7 @@ def sample(
     expect("sample", "outbox_tokens", outbox_tokens, (max_seq_len,), torch.int32)
     expect("sample", "outbox_status", outbox_status, (2,), torch.int32)
     ids = ceil_power_of_two(vocab_size)
-    default = {"COLUMNS": min(2048, ids), "BLOCK_V": min(8192, ids), "num_warps": 16, "trigger": TRIGGER_AT_EXIT}
+    default = {"COLUMNS": min(2048, ids), "BLOCK_V": min(4096, ids), "num_warps": 16, "trigger": TRIGGER_AT_EXIT}
     t = override("sample", default, tile)
     _sample_kernel[(1,)](
         scores,
