@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from monograph.kernels.device import enter
+from monograph.kernels.tile import launch_options
 from monograph.kernels.triton_import import tl, triton
 
 
@@ -33,8 +34,8 @@ def pdl_probe(
 ) -> None:
     """Writes one link of the chain into `out`."""
     assert source.shape == out.shape and source.shape[0] % 32 == 0, (source.shape, out.shape)
-    options = {"launch_pdl": True} if pdl else {}
-    _pdl_probe_kernel[(source.shape[0] // 32,)](source, out, BLOCK=32, PDL=int(pdl), num_warps=1, **options)
+    grid = (source.shape[0] // 32,)
+    _pdl_probe_kernel[grid](source, out, BLOCK=32, PDL=int(pdl), num_warps=1, **launch_options(pdl))
 
 
 def pdl_probe_torch(source: torch.Tensor, out: torch.Tensor) -> None:

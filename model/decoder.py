@@ -116,10 +116,10 @@ class Decoder:
         made = self.arena.view("logits_rows")
         for start in range(0, len(out), chunk):
             self.state.set_position(start)
-            run(self.program.prefill_layers)
+            run(self.program.prefill_layers, self.runner.pdl)
             for first in range(0, min(chunk, len(out) - start), piece):
                 self.state.set_first_row(first)
-                run(self.program.prefill_logits)
+                run(self.program.prefill_logits, self.runner.pdl)
                 rows = out[start + first : min(start + chunk, start + first + piece)]
                 rows.copy_(made[: len(rows)])
 
@@ -127,7 +127,7 @@ class Decoder:
         made = self.arena.view("logits")
         for position, row in enumerate(out):
             self.state.set_position(position)
-            run(self.program.decode_logits)
+            run(self.program.decode_logits, self.runner.pdl)
             row.copy_(made)
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ class GraphRunner:
         debug: Check guards and addresses before every replay, and wait for it: slow, and finds what strays.
 
     Attributes:
+        pdl: Whether launches overlap (programmatic dependent launch).
         decode_graph: The decode step.
         prefill_graph: The prefill chunk.
         capture_ms: What capturing both took, warm-up and compilation not included.
@@ -51,6 +52,7 @@ class GraphRunner:
         self.pdl = supports_pdl(self._device)
         with torch.cuda.device(self._device):
             self.stream = _new_stream(self._device)
+            torch.cuda.synchronize(self._device)  # weights and state were written on the caller's stream
             with torch.cuda.stream(self.stream):
                 for launches in (program.prefill, program.decode, program.prefill_logits):
                     run(launches, self.pdl)
@@ -59,7 +61,6 @@ class GraphRunner:
             self.decode_graph = self._capture(program.decode)
             self.prefill_graph = self._capture(program.prefill)
             self.capture_ms = (time.perf_counter() - started) * 1e3
-        self._addresses = arena.addresses() if debug else {}
 
     def _capture(self, launches: Sequence[Launch]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -99,7 +100,8 @@ class GraphRunner:
             raise_if_not_finite(newest, position, halted)
             looks += 1
             if looks % _LOOKS_PER_QUERY == 0 and self.stream.query() and self._state.status()[0] < position:
-                raise_if_not_finite(*self._state.status()[:1], position, self._state.status()[1])
+                newest, halted = self._state.status()
+                raise_if_not_finite(newest, position, halted)
                 raise AssertionError(f"nothing in flight, token {position} not made: {self._state.status()}")
             time.sleep(0)  # lets other threads run
 
@@ -126,7 +128,8 @@ def supports_pdl(device: torch.device) -> bool:
         for i in range(links * replays):
             pdl_probe_torch(wanted[i % 2], wanted[1 - i % 2])
         try:
-            pdl_probe(*buffers, pdl=True)  # compiles
+            for pdl in (False, True):  # compiles both forms: nothing may be compiled during a capture
+                pdl_probe(*buffers, pdl=pdl)
             buffers[0].copy_(start)
             stream, graph = _new_stream(device), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -136,7 +139,7 @@ def supports_pdl(device: torch.device) -> bool:
                 graph.replay()
             torch.cuda.synchronize(device)
         except RuntimeError as error:
-            logger.info("programmatic dependent launch does not capture here: %s", error)
+            logger.warning("programmatic dependent launch does not capture here: %s", error)
             return False
         return torch.equal(buffers[0], wanted[0])
 

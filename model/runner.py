@@ -17,9 +17,11 @@ class Runner(Protocol):
 
     Attributes:
         run_ahead: Decode steps worth submitting before their tokens are asked for.
+        pdl: Whether launches may overlap.
     """
 
     run_ahead: int
+    pdl: bool
 
     def prefill(self) -> None:
         """Submit one prefill chunk."""
@@ -55,6 +57,7 @@ class LaunchRunner:
     """
 
     run_ahead = 0
+    pdl = False
 
     def __init__(self, program: Program, state: StepState) -> None:
         self._program, self._state = program, state

@@ -41,7 +41,8 @@ class StepState:
     def __init__(self, arena: Arena, host: HostMemory) -> None:
         self._arena, self._host = arena, host
         self._outbox_tokens = host.numbers("outbox_tokens")
-        self._outbox_status = host.numbers("outbox_status")
+        # Position and halted are published as one word of 64 bits, and read as one: never the one without the other.
+        self._outbox_status = host.numbers("outbox_status").cast("B").cast("q")
         self._cancel = host.numbers("cancel")
         self._region = arena.region(FIRST_KNOB, LAST_KNOB)
         self._mirror = torch.empty_like(self._region, device="cpu", pin_memory=self._region.is_cuda)
@@ -69,7 +70,7 @@ class StepState:
             sampling: Effective settings, nothing left open.
         """
         self._cancel[0] = 0
-        self._outbox_status[0] = self._outbox_status[1] = 0
+        self._outbox_status[0] = 0
         self._set("position_limit", position_limit)
         self._knobs["stop_ids"].fill_(-1)
         self._knobs["stop_ids"][: len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int32)
@@ -104,7 +105,8 @@ class StepState:
 
     def status(self) -> tuple[int, Halted]:
         """The position of the newest token in the outbox (0 before the first), and whether the answer has ended."""
-        return self._outbox_status[0], Halted(self._outbox_status[1])
+        word = self._outbox_status[0]
+        return word & 0xFFFFFFFF, Halted(word >> 32)
 
     def token(self, position: int) -> int:
         """The token at ``position``, as the outbox has it."""

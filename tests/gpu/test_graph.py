@@ -39,7 +39,7 @@ def test_eager_launches_equal_the_graph(dtype: str, request: pytest.FixtureReque
 
 
 def test_dependent_launch_changes_no_bit(bf16: Decoder) -> None:
-    assert bf16.runner.pdl == (torch.cuda.get_device_capability(tiny.DEVICE) >= (9, 0))  # type: ignore[attr-defined]
+    assert bf16.runner.pdl == (torch.cuda.get_device_capability(tiny.DEVICE) >= (9, 0))
     replayed = run_of(bf16)
     tiny.launch(bf16, tiny.random_ids(PROMPT), STEPS, False, tiny.DRAWN)
     assert tiny.differing(replayed, tiny.bits(bf16, PROMPT + STEPS)) == []

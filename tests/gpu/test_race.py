@@ -89,7 +89,7 @@ def run_graphs(decoder: Decoder, prefill: torch.cuda.CUDAGraph, decode: torch.cu
 def right(bf16: Decoder, fresh_process: FreshProcess) -> Run:
     """The run without delays; its bits are those of launches one by one and without overlap."""
     fresh_process.facts()  # nobody else uses the GPU from here on: times are compared
-    assert bf16.runner.pdl, "launches do not overlap on this machine: there is nothing to race"  # type: ignore[attr-defined]
+    assert bf16.runner.pdl, "launches do not overlap on this machine: there is nothing to race"
     graphs = bf16.runner.prefill_graph, bf16.runner.decode_graph  # type: ignore[attr-defined]
     run_graphs(bf16, *graphs)
     overlapping = run_graphs(bf16, *graphs)
