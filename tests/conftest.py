@@ -15,8 +15,8 @@ ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated: set before any kernel is imported
 
-# The models of the tests are tiny: more threads than this only wait for each other.
-torch.set_num_threads(min(int(os.environ.get("OMP_NUM_THREADS") or 4), os.cpu_count() or 1))
+# The models of the tests are small: on a busy machine two threads, waiting for each other, took four times as long.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 _DESELECTED = pytest.StashKey[int]()
 
@@ -26,7 +26,7 @@ def pytest_report_header() -> list[str]:
         where = f"kernels compiled for {torch.cuda.get_device_name()}; gpu tests included"
     else:
         where = "no CUDA device in use: kernels in Triton's interpreter, programs on the CPU; gpu tests deselected"
-    return [f"monograph: {where}", f"torch {torch.__version__}, {torch.get_num_threads()} threads"]
+    return [f"monograph: {where}", f"torch {torch.__version__}, threads: {torch.get_num_threads()}"]
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that the count is of tests that would have run
