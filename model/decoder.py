@@ -15,7 +15,6 @@ from monograph.model.program import build_program, run
 from monograph.model.runner import LaunchRunner, Runner
 from monograph.model.sampling import Sampling
 from monograph.model.state import StepState
-from monograph.model.stream import longest_common_prefix
 
 
 class Decoder:
@@ -140,3 +139,12 @@ class Decoder:
         if "_host" in self.__dict__:
             self._host.close()
         self.arena.close()
+
+
+def longest_common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    limit = min(len(left), len(right))
+    for i in range(limit):
+        if left[i] != right[i]:
+            return i
+    return limit

@@ -62,13 +62,16 @@ def load(
         CheckpointError: Files are missing, damaged or do not match the configuration.
         CapacityError: It does not fit; says the need, what is free and the longest length that fits.
     """
-    opened = open_model(model, revision=revision, token=token, local_files_only=local_files_only)
     where = choose_device(device)
-    if opened.config.dtype is not None or dtype != "auto":  # refuse what does not fit before weights are fetched
-        make_plan(opened.config, where, choose_dtype(dtype, opened.config, where), max_seq_len)
+    opened = open_model(model, revision=revision, token=token, local_files_only=local_files_only)
+    plan = None
+    if not opened.is_local and (opened.config.dtype is not None or dtype != "auto"):
+        # Refuse what does not fit before weights are fetched.
+        plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where), max_seq_len)
     with closing(opened.source()) as source:
         check_complete(source, opened.config)  # before anything is allocated
-        plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)
+        if plan is None:
+            plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)
         return Engine(opened, source, plan.capacity, plan.layout, where, debug)
 
 

@@ -104,8 +104,8 @@ def plan_model(
         CapacityError: It does not fit; says need, free and the longest length that does.
         MonographError: The model cannot be found, read or run.
     """
-    opened = open_model(model, revision=revision, token=token, local_files_only=local_files_only)
     where = choose_device(device)
+    opened = open_model(model, revision=revision, token=token, local_files_only=local_files_only)
     if opened.is_local:
         with closing(opened.source()) as source:
             return make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from monograph.errors import ConfigError
+from monograph.model.generation_config import first_given
 
 # Dividing by a smaller temperature leaves the range of fp32, and the distribution is one-hot long before.
 MIN_TEMPERATURE = 1e-5
@@ -73,11 +74,10 @@ class Sampling:
         Returns:
             Settings with no field but ``logit_bias`` left at None; a seed is drawn when none was said.
         """
-        chosen: dict[str, Any] = {}
-        for field in fields(self):
-            said = getattr(self, field.name)
-            value = said if said is not None else defaults.get(field.name)
-            chosen[field.name] = value if value is not None else _BUILT_IN.get(field.name)
+        chosen: dict[str, Any] = {
+            name: first_given(getattr(self, name), defaults.get(name), _BUILT_IN.get(name))
+            for name in (field.name for field in fields(self))
+        }
         if chosen["seed"] is None:
             chosen["seed"] = secrets.randbits(64)
         effective = Sampling(**chosen)

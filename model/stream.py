@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from types import TracebackType
 
@@ -100,12 +100,3 @@ def collect(stream: Stream) -> Completion:
     for _ in stream:
         pass
     return stream.completion
-
-
-def longest_common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading tokens two sequences share."""
-    limit = min(len(left), len(right))
-    for i in range(limit):
-        if left[i] != right[i]:
-            return i
-    return limit

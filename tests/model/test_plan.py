@@ -133,6 +133,17 @@ def test_a_model_that_does_not_fit_is_refused_before_weights_are_read(
         mg.load(str(tmp_path), device="cpu")
 
 
+def test_a_shortened_length_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    need = plan_model(str(tmp_path), device="cpu", max_seq_len=100).need_nbytes
+    monkeypatch.setattr(plan_module, "device_free_nbytes", lambda device: need)
+    with mg.load(str(tmp_path), device="cpu") as engine:
+        assert engine.capacity.max_seq_len < 256
+    assert caplog.text.count("the longest that leaves room") == 1
+
+
 def test_plan_as_text_and_json() -> None:
     plan = plan_model(str(smollm2.path()), device="cpu", max_seq_len=4096)
     facts = json.loads(plan.to_json())
