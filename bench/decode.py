@@ -1,10 +1,11 @@
 """Decoding speed: milliseconds a token at any live length, against the floor that memory bandwidth sets.
 
-At each length a step is first judged (against the PyTorch references in fp32, and the captured graph against single
-launches in bits) and only then timed; where the verdict is not "ok" there are no times. "ms" is the median over batches
-of 16 replays in a row, the position put back between batches outside of what is timed: the live length grows by 15 in
-a batch, and the floor is that of its mean. "alone" is a replay by itself, its launch included. The floor is the bytes
-that a step must read (weights once, live keys and values once) over the read ceiling measured in the same run.
+At each length a step is first judged and only then timed; where the verdict is not "ok" there are no times. It is
+judged against the PyTorch references in fp32, with at most twice the error of plain PyTorch in the same precision, and
+the captured graph against single launches, in bits. "ms" is the median over batches of 16 replays in a row, the
+position put back between batches outside of what is timed: the live length grows by 15 in a batch, and the floor is
+that of its mean. "alone" is a replay by itself, its launch included. The floor is the bytes that a step must read
+(weights once, live keys and values once) over the read ceiling measured in the same run.
 
 Models are named shapes with random weights, or anything that monograph.load takes.
 
@@ -47,6 +48,7 @@ COLUMNS = {
     "ratio": "ratio:.3f",
     "alone_ms": "alone:.4f",
     "error": "error:.1e",
+    "plain_error": "plain:.1e",
     "verdict": "verdict:",
 }
 # Shown once a model; "_ms" and the like are units.
@@ -155,7 +157,8 @@ def compare_capacities(
         random_cache(built.step.arena, built.step.config, rows=4 * length)
         row = _row(built.step, model, length)
         verdict = built.step.check(length)
-        sides.append((built.step, {**row, "error": verdict.error, "verdict": str(verdict)}))
+        errors = {"error": verdict.error, "plain_error": verdict.plain_error}
+        sides.append((built.step, {**row, **errors, "verdict": str(verdict)}))
     if all(row["verdict"] == "ok" for _, row in sides):
         times: dict[int, list[float]] = {0: [], 1: []}
         for _ in range(ROUNDS):
@@ -171,7 +174,8 @@ def _measure_length(step: Step, row: dict[str, Any], length: int, replays: int, 
         row["verdict"] = f"length outside 1..{step.max_seq_len:,}"
         return
     verdict = step.check(length)
-    row |= {"error": verdict.error, "argmax_agrees": verdict.argmax_agrees, "verdict": str(verdict)}
+    row |= {"error": verdict.error, "plain_error": verdict.plain_error}
+    row |= {"argmax_agrees": verdict.argmax_agrees, "verdict": str(verdict)}
     if row["verdict"] != "ok":
         return
     timing = step.time(length, replays)
