@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn.functional import linear as product
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 
 from monograph.arena import Arena
 from monograph.model.config import ModelConfig
@@ -55,9 +55,11 @@ def plain_logits(arena: Arena, config: ModelConfig, token: int, position: int, d
             torch.cat([arena.view(f"{layer}.{name}")[:, :position].to(dtype), new[:, None]], dim=1)
             for name, new in (("k_cache", rotate(k)), ("v_cache", v))
         )
-        # A KV head is a batch entry and its query heads are rows: nothing is repeated.
-        grouped = rotate(q).view(kv_heads, 1, -1, config.head_dim)
-        mixed = scaled_dot_product_attention(grouped, keys[:, None], values[:, None], scale=config.scale)
+        # A KV head is a batch entry and its query heads are rows: nothing is repeated. Written out, because a fused
+        # bf16 attention was seen to be wrong altogether for a few rows over 65,536 keys (PyTorch 2.11, H200).
+        grouped = rotate(q).view(kv_heads, -1, config.head_dim)
+        scores = grouped @ keys.transpose(1, 2) * config.scale
+        mixed = scores.softmax(dim=-1, dtype=torch.float32).to(dtype) @ values
         x = x + linear(mixed.reshape(-1), f"{layer}.o")
         gate, up = linear(norm(x, f"{layer}.mlp_norm"), f"{layer}.gate_up").chunk(2)
         x = x + linear(silu(gate) * up, f"{layer}.down")

@@ -25,6 +25,9 @@ from tests.gpu import tiny
 pytestmark = pytest.mark.gpu
 
 RELATIVE_ERROR = 3e-4  # fp32 scores of 20 to 30 are off by 1e-5, and so are their exponentials; wrong rows by 1
+# Prefill adds up one block of keys after the other, millions of them: each sum of 1e-5 is rounded to the ulp of a total
+# of 50, 4e-6, which comes to 0.2 % in the end (numpy's sequential sums agree). Wrong rows are still off by 1.
+PREFILL_ERROR = 2e-2
 MAX_SEQ_LEN = 2**31 // (tiny.CONFIG.num_kv_heads * tiny.CONFIG.head_dim) + 16
 MARGIN = 1 << 20
 CANARY = 0x5A
@@ -99,8 +102,8 @@ def test_b13_prefill_at_the_last_positions(huge: tuple[Decoder, torch.Tensor]) -
         step.begin(start + i + 1, token)
         with step.context():
             decoder.runner.decode()
-    assert tiny.relative_error(prefilled, rows()) < RELATIVE_ERROR
-    assert tiny.relative_error(logits, decoder.arena.view("logits")) < RELATIVE_ERROR
+    assert tiny.relative_error(prefilled, rows()) < PREFILL_ERROR
+    assert tiny.relative_error(logits, decoder.arena.view("logits")) < PREFILL_ERROR
 
 
 def test_b13_canaries_around_it_are_unchanged(huge: tuple[Decoder, torch.Tensor]) -> None:
