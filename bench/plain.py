@@ -52,11 +52,10 @@ def plain_logits(arena: Arena, config: ModelConfig, token: int, position: int, d
         heads = linear(norm(x, f"{layer}.attn_norm"), f"{layer}.qkv").view(-1, config.head_dim)
         q, k, v = heads.split([q_heads, kv_heads, kv_heads])
         keys, values = (
-            torch.cat([arena.view(f"{layer}.{name}")[:, :position].to(dtype), new[:, None]], dim=1)
+            _appended(arena.view(f"{layer}.{name}")[:, :position], new)
             for name, new in (("k_cache", rotate(k)), ("v_cache", v))
         )
-        # A KV head is a batch entry and its query heads are rows: nothing is repeated. Written out, because a fused
-        # bf16 attention was seen to be wrong altogether for a few rows over 65,536 keys (PyTorch 2.11, H200).
+        # A KV head is a batch entry and its query heads are rows: nothing is repeated.
         grouped = rotate(q).view(kv_heads, -1, config.head_dim)
         scores = grouped @ keys.transpose(1, 2) * config.scale
         mixed = scores.softmax(dim=-1, dtype=torch.float32).to(dtype) @ values
@@ -65,3 +64,12 @@ def plain_logits(arena: Arena, config: ModelConfig, token: int, position: int, d
         x = x + linear(silu(gate) * up, f"{layer}.down")
     head = "embed" if config.tie_word_embeddings else "lm_head"
     return product(norm(x, "final_norm"), weight(head)).float()
+
+
+def _appended(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """[num_kv_heads, n + 1, head_dim]: ``rows`` [num_kv_heads, n, head_dim] and ``new``, in the dtype of ``new``."""
+    heads, count, dim = rows.shape
+    whole = new.new_empty(heads, count + 1, dim)
+    whole[:, :count] = rows
+    whole[:, count] = new
+    return whole
