@@ -1,9 +1,7 @@
 """One decode step under measurement: set to any live length, judged, timed.
 
 A step is judged before it is timed, at the same length: its logits against the PyTorch references over the same arena
-in fp32, and the captured graph against the same launches made one by one, in bits. The measure of an error is that of a
-plain PyTorch step in the precision of the weights (bench/plain.py): at most twice as large, in the Euclidean norm and
-in the worst element.
+in fp32 (by the rule of bench/judge.py), and the captured graph against the same launches made one by one, in bits.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from bench.common import Clock, percentile
+from bench.judge import Bounds, relative_error
 from bench.plain import plain_logits
 from bench.shapes import caches, step_nbytes
 from monograph.model.decoder import Decoder
@@ -24,11 +23,6 @@ from monograph.model.program import Launch, run
 from monograph.model.runner import LaunchRunner
 from monograph.model.sampling import Sampling
 
-# Of the logits, relative to the reference's, in the Euclidean norm: the order of sums of thousands of terms. Two right
-# ways of computing in fp32 differ by this, so no bound is below it.
-SUM_ORDER = 2e-5
-ALLOWED = 2.0  # times the error of the same precision in plain PyTorch
-CAP = 0.1  # whatever the plain step makes of it, a larger error is none of precision
 GREEDY = Sampling(temperature=0.0, seed=0).resolve({})
 NEVER = 2**31 - 1  # a position limit that no step reaches
 BATCH = 16  # replays in a row that are timed together; the live length grows by one in each
@@ -139,19 +133,11 @@ class Step:
         if not bool(torch.isfinite(got).all()):
             verdict.faults.append("logits are not finite")
             return verdict
-        plain = self.plain_logits(seq_len)
-        verdict.error, verdict.plain_error = (float((logits - want).norm() / want.norm()) for logits in (got, plain))
-        allowed = min(max(ALLOWED * verdict.plain_error, SUM_ORDER), CAP)
-        if not verdict.error <= allowed:
-            verdict.faults.append(f"error {verdict.error:.1e} above {allowed:.1e}")
-        worst, plain_worst = (float((logits - want).abs().max()) for logits in (got, plain))
-        slack = max(ALLOWED * plain_worst, SUM_ORDER * float(want.abs().max()))
-        if not worst <= slack:
-            verdict.faults.append(f"a logit is {worst:.1e} off, above {slack:.1e}")
-        chosen, best = int(got.argmax()), int(want.argmax())
-        verdict.argmax_agrees = chosen == best
-        if float(want[best] - want[chosen]) > 2 * slack:  # both may be off, each by this much
-            verdict.faults.append(f"token {chosen}, the reference has {best}")
+        bounds = Bounds.of(want, self.plain_logits(seq_len))
+        verdict.error, verdict.plain_error = relative_error(got, want), bounds.plain_error
+        verdict.faults += bounds.faults(got, want)
+        chosen = int(got.argmax())
+        verdict.argmax_agrees = chosen == int(want.argmax())
         state = graph["state"].tolist()
         if state != [chosen, seq_len, 0]:
             verdict.faults.append(f"token, position, halted are {state}, expected {[chosen, seq_len, 0]}")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.step import SUM_ORDER, Step, graph_facts
+from bench.judge import SUM_ORDER
+from bench.step import Step, graph_facts
 from bench.step_profile import end_to_end, family, least_nbytes
 from tests.bench.tiny import CONFIG, tiny_step
 
