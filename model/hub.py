@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from monograph.errors import CheckpointError, ConfigError, HubError
-from monograph.model.hub_download import Repository
 from monograph.model.manifest import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -22,6 +22,9 @@ from monograph.model.manifest import (
     read_index,
     read_manifest,
 )
+
+if TYPE_CHECKING:
+    from monograph.model.hub_download import Repository
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -103,7 +106,7 @@ def fetch_weights(files: ModelFiles, token: str | None = None, local_files_only:
     if files.repo_id is None:
         return replace(files, weights=read_manifest(files.root))
     assert files.commit is not None
-    repository = Repository(files.repo_id, files.commit, token, local_files_only)
+    repository = _repository(files.repo_id, files.commit, token, local_files_only)
     single = repository.fetch_if_there(SINGLE_FILE)
     if single is not None:
         return replace(files, weights=WeightManifest((single,)))
@@ -168,7 +171,7 @@ def _hub_repository(model: str, revision: str | None, token: str | None, local_f
         raise HubError(f"{model!r}: expected a folder, a .gguf file or a repository like org/name, got neither")
     if revision is not None and (not revision or ".." in revision.split("/") or revision.startswith("/")):
         raise ConfigError(f"revision: expected a branch, tag or commit, got {revision!r}")
-    repository = Repository(repo_id, revision, token, local_files_only)
+    repository = _repository(repo_id, revision, token, local_files_only)
     if gguf_name:
         if not gguf_name.endswith(".gguf") or gguf_name.startswith("/") or ".." in gguf_name.split("/"):
             raise HubError(f"{model}: expected org/name:file.gguf, got the file {gguf_name!r}")
@@ -179,13 +182,20 @@ def _hub_repository(model: str, revision: str | None, token: str | None, local_f
     if config is None:
         raise repository.absent(CONFIG_FILE, _gguf_way_out(repository))
     commit = config.parent.name
-    pinned = Repository(repo_id, commit, token, local_files_only)
+    pinned = _repository(repo_id, commit, token, local_files_only)
     found = {
         name: pinned.fetch_if_there(name) for name in (GENERATION_CONFIG_FILE, *TOKENIZER_FILES, CHAT_TEMPLATE_FILE)
     }
     generation = found.pop(GENERATION_CONFIG_FILE)
     tokenizer = {name: path for name, path in found.items() if path is not None}
     return ModelFiles(config.parent, config, generation, tokenizer, repo_id=repo_id, commit=commit)
+
+
+def _repository(repo_id: str, revision: str | None, token: str | None, local_files_only: bool) -> Repository:
+    # Imported only for what is not a file here: the Hub's library and its HTTP client take 0.1 s.
+    from monograph.model.hub_download import Repository
+
+    return Repository(repo_id, revision, token, local_files_only)
 
 
 def _gguf_way_out(repository: Repository) -> str:
