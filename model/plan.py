@@ -21,6 +21,9 @@ logger = logging.getLogger("monograph")
 # Left free when the length is chosen for the caller: a GPU needs room for modules and the graph, a CPU for the tensor
 # that is being loaded, the tokenizer and the rest of the process.
 HEADROOM = 0.1
+# A length that is chosen for the caller is a multiple of this: what is free differs from one start to the next, and a
+# length that 16 does not divide is compiled anew.
+LENGTH_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ def make_plan(config: ModelConfig, device: torch.device, dtype: torch.dtype, max
     if chosen is None:
         roomy = longest_that_fits(config, dtype, None if free is None else int(free * (1 - HEADROOM)))
         chosen = roomy or longest or config.max_position_embeddings
+        if LENGTH_STEP < chosen < config.max_position_embeddings:
+            chosen -= chosen % LENGTH_STEP
         if chosen < config.max_position_embeddings and longest:
             logger.warning(
                 "max_seq_len is %s, the longest that leaves room on %s (%s free); the model can do %s",
