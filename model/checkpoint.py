@@ -60,6 +60,23 @@ class Source(Protocol):
         """Return one tensor, contiguous and on the CPU. Raises CheckpointError if its data is damaged."""
         ...
 
+    def read_rows(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Read rows of a tensor into memory that is there already. Safe to call from several threads at once.
+
+        Args:
+            name: The tensor, of at least one dimension.
+            first: Its first row wanted; like ``len(out)``, a multiple of ``row_unit``.
+            out: On the CPU, contiguous, with the tensor's dtype and the shape of those rows.
+
+        Raises:
+            CheckpointError: The data is damaged.
+        """
+        ...
+
+    def row_unit(self, name: str) -> int:
+        """Return how many rows of a tensor can only be read together."""
+        ...
+
     @property
     def is_quantised(self) -> bool:
         """Whether the weights are stored as quantised blocks, so that no dtype of theirs is the natural one."""

@@ -91,42 +91,47 @@ class GGUFSource:
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor, contiguous and on the CPU. Raises CheckpointError if its data cannot be read."""
         out = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.read_into(name, out)
+        self._run(self._tasks(name, 0, out))
         return out
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Read one tensor straight into its destination, in slabs of rows: beside `out` a few MiB are used.
+    def read_rows(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Read rows of a tensor into memory that is there already, on the thread that asks; see `checkpoint.Source`."""
+        for task in self._tasks(name, first, out):
+            task()
 
-        Args:
-            name: A name out of `names()`.
-            out: Contiguous, of the tensor's shape, any floating dtype and device; numbers are rounded to its dtype.
-
-        Raises:
-            CheckpointError: The data cannot be read.
-        """
-        tensor = self._tensor(name)
-        if tuple(out.shape) != tensor.shape or not out.is_contiguous():
-            raise ValueError(f"{name}: destination {list(out.shape)} is not contiguous {list(tensor.shape)}")
-        num_heads = self._num_permuted_heads(name)
-        as_stored = is_float(tensor.type) and out.dtype == dtype_of(tensor.type) and out.device.type == "cpu"
-        if as_stored and num_heads == 0:
-            self._file.read_into(tensor, 0, out.detach().view(-1).view(torch.uint8).numpy())
-            return
-        if num_heads and tensor.shape[0] % (2 * num_heads):
+    def row_unit(self, name: str) -> int:
+        """Return how many rows can only be read together: those of a head where the file has them in another order."""
+        tensor, num_heads = self._tensor(name), self._num_permuted_heads(name)
+        if num_heads == 0:
+            return 1
+        if tensor.shape[0] % (2 * num_heads):
             raise self._error(f"tensor {tensor.name}: {tensor.shape[0]} rows do not divide into {num_heads} heads")
-        head_rows = tensor.shape[0] // num_heads if num_heads else 0
-        self._run([partial(self._read_slab, tensor, slab, head_rows, out) for slab in _slabs(tensor, head_rows)])
+        return tensor.shape[0] // num_heads
 
-    def _read_slab(self, tensor: GGUFTensor, rows: slice, head_rows: int, out: torch.Tensor) -> None:
-        """Read some rows; `head_rows` is the number of rows per permuted head, or 0."""
+    def _tasks(self, name: str, first: int, out: torch.Tensor) -> list[Callable[[], None]]:
+        """What fills `out` with the rows from `first` on, cut into calls that write to disjoint places."""
+        tensor, unit = self._tensor(name), self.row_unit(name)
+        assert out.dtype == self.dtype(name) and out.is_contiguous(), (name, out.dtype, out.stride())
+        assert out.shape[1:] == tensor.shape[1:] and 0 <= first <= tensor.shape[0] - len(out), (name, first, out.shape)
+        assert first % unit == len(out) % unit == 0, (name, first, len(out), unit)
+        if is_float(tensor.type) and unit == 1:
+            start = tensor.nbytes * first // tensor.shape[0]
+            return [partial(self._file.read_into, tensor, start, out.view(-1).view(torch.uint8).numpy())]
+        return [
+            partial(self._read_slab, tensor, first + rows.start, unit, out[rows]) for rows in _slabs(out.shape, unit)
+        ]
+
+    def _read_slab(self, tensor: GGUFTensor, first: int, unit: int, out: torch.Tensor) -> None:
+        """Read some rows; `unit` is the number of rows of a permuted head, or 1."""
         num_rows = tensor.shape[0]
-        raw = np.empty(tensor.nbytes * (rows.stop - rows.start) // num_rows, dtype=np.uint8)
-        self._file.read_into(tensor, tensor.nbytes * rows.start // num_rows, raw)
-        values, target = dequantise(raw, tensor.type), out[rows]
-        if head_rows:
-            half = head_rows // 2
-            values = values.view(-1, half, 2, target[0].numel()).transpose(1, 2)  # [heads, 2, half, row]
-        target.view(values.shape if head_rows else -1).copy_(values)
+        raw = np.empty(tensor.nbytes * len(out) // num_rows, dtype=np.uint8)
+        self._file.read_into(tensor, tensor.nbytes * first // num_rows, raw)
+        values = dequantise(raw, tensor.type)
+        if unit == 1:
+            out.view(-1).copy_(values)
+            return
+        values = values.view(-1, unit // 2, 2, out[0].numel()).transpose(1, 2)  # [heads, 2, unit / 2, row]
+        out.view(values.shape).copy_(values)
 
     def _run(self, tasks: list[Callable[[], None]]) -> None:
         """Run tasks that write to disjoint places; numpy leaves the interpreter lock while it works on a slab."""
@@ -184,14 +189,13 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
-def _slabs(tensor: GGUFTensor, head_rows: int) -> Iterator[slice]:
-    """Cut a tensor into slabs of whole rows, whole heads where rows are permuted; vectors stay whole."""
-    num_rows = tensor.shape[0]
-    if len(tensor.shape) == 1:
+def _slabs(shape: tuple[int, ...], unit: int) -> Iterator[slice]:
+    """Cut rows of a tensor into slabs of whole units; vectors stay whole."""
+    num_rows = shape[0]
+    if len(shape) == 1:
         yield slice(0, num_rows)
         return
-    row_elements = int(np.prod(tensor.shape[1:], dtype=np.int64))
-    unit = head_rows or 1
+    row_elements = int(np.prod(shape[1:], dtype=np.int64))
     step = max(1, _SLAB_ELEMENTS // (row_elements * unit)) * unit
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))

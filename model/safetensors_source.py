@@ -93,24 +93,19 @@ class SafetensorsSource:
 
     def read(self, name: str) -> torch.Tensor:
         entry = self._entry(name)
-        buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
-        window = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        try:
-            with entry.path.open("rb", buffering=0) as file:
-                if _stamp(file) != entry.stamp:
-                    raise CheckpointError(f"{entry.path}: file has changed since the model was opened; load it again")
-                file.seek(entry.offset)
-                filled = 0
-                while filled < entry.nbytes:  # one call reads at most 2 GiB
-                    count = file.readinto(window[filled:])
-                    if not count:
-                        raise CheckpointError(f"{entry.path}: {name}: file ends inside the tensor; {_INCOMPLETE}")
-                    filled += count
-        except OSError as fault:
-            if isinstance(fault, CheckpointError):
-                raise
-            raise CheckpointError(f"{entry.path}: {name}: cannot be read: {fault.strerror or fault}") from fault
-        return buffer.view(entry.dtype).reshape(entry.shape)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        _fill(entry, name, 0, tensor)
+        return tensor
+
+    def read_rows(self, name: str, first: int, out: torch.Tensor) -> None:
+        entry = self._entry(name)
+        assert out.dtype == entry.dtype and out.shape[1:] == entry.shape[1:], (name, out.dtype, out.shape)
+        assert 0 <= first <= entry.shape[0] - len(out), (name, first, out.shape, entry.shape)
+        _fill(entry, name, first * entry.nbytes // max(1, entry.shape[0]), out)
+
+    def row_unit(self, name: str) -> int:
+        """1: rows lie in the file as they are wanted."""
+        return 1
 
     @property
     def is_quantised(self) -> bool:
@@ -125,6 +120,25 @@ class SafetensorsSource:
             return self._entries[name]
         except KeyError:
             raise CheckpointError(f"{name}: no such tensor in the checkpoint") from None
+
+
+def _fill(entry: _Entry, name: str, start: int, out: torch.Tensor) -> None:
+    """Fill a contiguous CPU tensor with a tensor's bytes from byte ``start`` on, from a file opened for that alone."""
+    window = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    try:
+        with entry.path.open("rb", buffering=0) as file:
+            if _stamp(file) != entry.stamp:
+                raise CheckpointError(f"{entry.path}: file has changed since the model was opened; load it again")
+            file.seek(entry.offset + start)
+            while len(window):  # one call reads at most 2 GiB
+                count = file.readinto(window)
+                if not count:
+                    raise CheckpointError(f"{entry.path}: {name}: file ends inside the tensor; {_INCOMPLETE}")
+                window = window[count:]
+    except OSError as fault:
+        if isinstance(fault, CheckpointError):
+            raise
+        raise CheckpointError(f"{entry.path}: {name}: cannot be read: {fault.strerror or fault}") from fault
 
 
 def read_header(path: Path) -> dict[str, _Entry]:
