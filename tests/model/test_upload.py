@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType as Kind
 
 from monograph.errors import CheckpointError
 from monograph.model import upload as upload_module
@@ -27,7 +28,7 @@ from monograph.model.safetensors_source import SafetensorsSource
 from monograph.model.upload import Progress, Transfer, upload
 from tests.checkpoints import WeightSlots, fused_parameters, tiny_config, write_checkpoint
 from tests.model.test_weights import VARIANTS, assert_slots_hold
-from tests.model.tiny_gguf import Kind, Shape, random_weights, write_model
+from tests.model.tiny_gguf import Shape, random_weights, write_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
