@@ -50,7 +50,7 @@ def plain_logits(arena: Arena, config: ModelConfig, token: int, position: int, d
     for i in range(config.num_layers):
         layer = f"layers.{i}"
         heads = linear(norm(x, f"{layer}.attn_norm"), f"{layer}.qkv").view(-1, config.head_dim)
-        q, k, v = heads.split([q_heads, kv_heads, kv_heads])
+        q, k, v = heads.split([q_heads, kv_heads, kv_heads])  # type: ignore[no-untyped-call]
         keys, values = (
             _appended(arena.view(f"{layer}.{name}")[:, :position], new)
             for name, new in (("k_cache", rotate(k)), ("v_cache", v))
