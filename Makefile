@@ -82,7 +82,7 @@ $(VENV)/.demo: $(VENV)/.package
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.package
-	@$(PIP) -e '.[test]' >&2
+	@$(PIP) -e '.[test,bench]' >&2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.package
