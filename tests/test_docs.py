@@ -13,7 +13,7 @@ from monograph.cli import make_parser
 from tests import smollm2
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md")]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/benchmarks.md")]
 
 
 def refresh_readme() -> ModuleType:
