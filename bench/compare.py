@@ -80,7 +80,7 @@ def compare(model: str, task: Task, run: Run, folder: Path) -> Iterator[list[dic
     """Measure all systems on one model.
 
     Args:
-        model: Named shape or path, for the rows.
+        model: What the rows call it.
         task: What to measure; ``task.model`` is settled here.
         run: The rest.
         folder: For files that the processes share; those of a named shape are large.
@@ -261,7 +261,8 @@ def main() -> None:
             compile_backend=args.compile_backend,
         )
         with tempfile.TemporaryDirectory(prefix="monograph-compare-") as scratch:
-            for found in compare(model, task, run, (args.folder or Path(scratch)) / Path(model).name):
+            label = Path(model).name if Path(model).exists() else model
+            for found in compare(label, task, run, (args.folder or Path(scratch)) / Path(model).name):
                 rows += found
                 if args.json is not None:  # what there is so far, should the run be cut short
                     write_results("compare", facts, ceiling, rows, args.json)

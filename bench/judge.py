@@ -14,6 +14,9 @@ import torch
 # ways of computing in fp32 differ by this, so no bound is below it.
 SUM_ORDER = 2e-5
 ALLOWED = 2.0  # times the error of the same precision in plain PyTorch
+# For systems of others, who are to be known by their logits as the same model and the same step; how precise they are
+# is their affair. (transformers in fp32 has been seen with 2.1 times the error of the plain step.)
+ALLOWED_OTHERS = 10.0
 CAP = 0.1  # whatever the plain step makes of it, a larger error is none of precision
 
 
@@ -32,12 +35,18 @@ class Bounds:
     plain_error: float
 
     @classmethod
-    def of(cls, want: torch.Tensor, plain: torch.Tensor) -> Bounds:
-        """From the logits of the reference and of the plain step, both [vocab_size] in fp32."""
+    def of(cls, want: torch.Tensor, plain: torch.Tensor, allowed: float = ALLOWED) -> Bounds:
+        """From the logits of the reference and of the plain step, both [vocab_size] in fp32.
+
+        Args:
+            want: Of the reference.
+            plain: Of the plain step.
+            allowed: How many times the errors of the plain step the bounds are.
+        """
         plain_error = relative_error(plain, want)
         return cls(
-            error=min(max(ALLOWED * plain_error, SUM_ORDER), CAP),
-            worst=max(ALLOWED * float((plain - want).abs().max()), SUM_ORDER * float(want.abs().max())),
+            error=min(max(allowed * plain_error, SUM_ORDER), CAP),
+            worst=max(allowed * float((plain - want).abs().max()), SUM_ORDER * float(want.abs().max())),
             plain_error=plain_error,
         )
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.checkpoint import write_checkpoint
 from bench.decode import build
-from bench.judge import Bounds
+from bench.judge import ALLOWED_OTHERS, Bounds
 from bench.kv_rows import fill_cache
 from bench.shapes import SHAPES
 from bench.step import GREEDY, NEVER, Step
@@ -86,7 +86,7 @@ def _judgement(step: Step, length: int) -> dict[str, Any]:
     step.settle()
     fill_cache(step.arena, step.config, length - 1)
     want = step.reference_logits(length)
-    bounds = Bounds.of(want, step.plain_logits(length))
+    bounds = Bounds.of(want, step.plain_logits(length), ALLOWED_OTHERS)
     return {"want": want.cpu(), **vars(bounds)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.judge import ALLOWED, CAP, SUM_ORDER, Bounds, relative_error, token_fault
+from bench.judge import ALLOWED, ALLOWED_OTHERS, CAP, SUM_ORDER, Bounds, relative_error, token_fault
 
 VOCAB = 1000
 WANT = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
@@ -21,6 +21,9 @@ def test_bounds_follow_the_plain_step_between_their_limits() -> None:
         bounds = Bounds.of(WANT, WANT + noise * NOISE)
         assert bounds.error == pytest.approx(error, rel=0.05)
         assert bounds.plain_error == pytest.approx(noise, rel=0.05)
+    strict, loose = (Bounds.of(WANT, WANT + 0.001 * NOISE, allowed) for allowed in (2.0, ALLOWED_OTHERS))
+    assert loose.error == pytest.approx(5 * strict.error)
+    assert loose.worst == pytest.approx(5 * strict.worst)
 
 
 def test_faults() -> None:
