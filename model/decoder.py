@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -32,6 +33,9 @@ class Decoder:
         arena: The memory.
         program: The launches over it.
         runner: What runs them: launch by launch on a CPU, captured graphs on a GPU.
+        arena_s: Seconds that allocating took.
+        weights_s: Seconds that ``fill`` took.
+        runner_s: Seconds until the runner was ready beside those: on a GPU, for the kernels and their capture.
     """
 
     def __init__(
@@ -44,24 +48,32 @@ class Decoder:
         debug: bool = False,
     ) -> None:
         self.config, self.capacity = config, capacity
+        started = time.perf_counter()
         self.arena = Arena(layout, device)
         try:
-            fill(self.arena)
             self._host = HostMemory(plan_host_layout(capacity), device)
             self.state = StepState(self.arena, self._host)
             self.program = build_program(config, capacity, self.arena, self._host)
-            self.runner = self._make_runner(debug)
+            self.arena_s = time.perf_counter() - started
+            self.runner = self._make_runner(fill, debug)
+            self.runner_s = time.perf_counter() - started - self.arena_s - self.weights_s
         except BaseException:
             self.close()
             raise
         self._cached: list[int] = []  # the tokens whose keys and values the cache holds, from position 0
 
-    def _make_runner(self, debug: bool) -> Runner:
+    def _make_runner(self, fill: Callable[[Arena], None], debug: bool) -> Runner:
+        def timed_fill() -> None:
+            started = time.perf_counter()
+            fill(self.arena)
+            self.weights_s = time.perf_counter() - started
+
         if self.arena.device.type == "cpu":
+            timed_fill()
             return LaunchRunner(self.program, self.state)
         from monograph.model.graph import GraphRunner
 
-        return GraphRunner(self.program, self.state, self.arena, debug)
+        return GraphRunner(self.program, self.state, self.arena, timed_fill, debug)
 
     def answer(
         self, ids: list[int], *, reuse: bool, position_limit: int, stop_ids: Sequence[int], sampling: Sampling

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from itertools import pairwise
 from types import TracebackType
 from typing import Literal
 
@@ -20,12 +22,15 @@ from monograph.model.decoder import Decoder
 from monograph.model.generate import Answer, Completion
 from monograph.model.generation_config import GenerationDefaults, merged_eos_token_ids
 from monograph.model.layout import MAX_STOP_IDS, Capacity
+from monograph.model.load_stats import LoadStats
 from monograph.model.open import OpenModel, open_model
-from monograph.model.plan import choose_device, choose_dtype, make_plan
+from monograph.model.plan import Plan, choose_device, choose_dtype, make_plan
+from monograph.model.prepare import Prepared, starting
 from monograph.model.sampling import Sampling
 from monograph.model.stream import Stream, collect
 from monograph.model.text_stream import TextStream
 from monograph.model.tokenizer import Tokenizer
+from monograph.model.upload import Progress
 from monograph.model.weights import load_weights
 
 
@@ -38,6 +43,7 @@ def load(
     max_seq_len: int | None = None,
     token: str | None = None,
     local_files_only: bool = False,
+    progress: Progress | None = None,
     debug: bool = False,
 ) -> Engine:
     """Load a Llama-style model.
@@ -51,6 +57,7 @@ def load(
             maximum, or the longest that fits.
         token: Hub access token; by default the one that is logged in.
         local_files_only: Never ask the network.
+        progress: Called while weights are read, with the bytes so far and in all.
         debug: On a GPU, check guards and addresses before every replay: slow, and finds what strays.
 
     Returns:
@@ -62,17 +69,24 @@ def load(
         CheckpointError: Files are missing, damaged or do not match the configuration.
         CapacityError: It does not fit; says the need, what is free and the longest length that fits.
     """
+    times = [time.perf_counter()]
     where = choose_device(device)
-    opened = open_model(model, revision=revision, token=token, local_files_only=local_files_only)
-    plan = None
-    if not opened.is_local and (opened.config.dtype is not None or dtype != "auto"):
-        # Refuse what does not fit before weights are fetched.
-        plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where), max_seq_len)
-    with closing(opened.source()) as source:
-        check_complete(source, opened.config)  # before anything is allocated
+    with ExitStack() as stack:
+        with starting(where):
+            opened = open_model(model, revision=revision, token=token, local_files_only=local_files_only)
+            plan = None
+            if not opened.is_local and (opened.config.dtype is not None or dtype != "auto"):
+                # Refuse what does not fit before weights are fetched.
+                plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where), max_seq_len)
+            source = stack.enter_context(closing(opened.source()))
+            check_complete(source, opened.config)  # before anything is allocated
+            times.append(time.perf_counter())
+            tokenizer = opened.tokenizer()
+            times.append(time.perf_counter())
         if plan is None:
             plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)
-        return Engine(opened, source, plan.capacity, plan.layout, where, debug)
+        times.append(time.perf_counter())
+        return Engine(opened, tokenizer, source, plan, times, progress, debug)
 
 
 class Engine:
@@ -88,26 +102,31 @@ class Engine:
         capacity: What the arena was planned for.
         defaults: What the model's generation_config.json says.
         device: Where the arena is.
+        load_stats: What loading took.
     """
 
     def __init__(
         self,
         opened: OpenModel,
+        tokenizer: Tokenizer,
         source: Source,
-        capacity: Capacity,
-        layout: Layout,
-        device: torch.device,
+        plan: Plan,
+        times: Sequence[float],
+        progress: Progress | None = None,
         debug: bool = False,
     ) -> None:
         self.config: ModelConfig = opened.config
-        self.tokenizer: Tokenizer = opened.tokenizer()
+        self.tokenizer = tokenizer
         self.defaults: GenerationDefaults = opened.defaults
-        self.capacity, self.layout, self.device = capacity, layout, device
+        self.capacity: Capacity = plan.capacity
+        self.layout: Layout = plan.layout
+        self.device = plan.device
 
         def fill(arena: Arena) -> None:
-            load_weights(source, opened.config, arena)
+            load_weights(source, opened.config, arena, progress)
 
-        self._decoder = Decoder(opened.config, capacity, layout, device, fill, debug)
+        self._decoder = Decoder(opened.config, plan.capacity, plan.layout, plan.device, fill, debug)
+        self.load_stats = _load_stats(times, self._decoder)
         self.arena: Arena = self._decoder.arena
         self._busy = threading.Lock()
         self._closed = False
@@ -272,3 +291,23 @@ class Engine:
         if len(stop_ids) > MAX_STOP_IDS:
             raise ConfigError(f"eos_token_id: expected at most {MAX_STOP_IDS} ids, got {len(stop_ids)}")
         return stop_ids
+
+
+def _load_stats(times: Sequence[float], decoder: Decoder) -> LoadStats:
+    """Sum up a load that began at ``times[0]``, with its files, tokenizer and plan done at those that follow."""
+    capture_s = getattr(decoder.runner, "capture_ms", 0.0) / 1e3
+    prepared: list[Prepared] = getattr(decoder.runner, "prepared", [])
+    open_s, tokenizer_s, plan_s = (after - before for before, after in pairwise(times))
+    return LoadStats(
+        open_s=open_s,
+        tokenizer_s=tokenizer_s,
+        plan_s=plan_s,
+        arena_s=decoder.arena_s,
+        weights_s=decoder.weights_s,
+        kernels_s=decoder.runner_s - capture_s,
+        capture_s=capture_s,
+        total_s=time.perf_counter() - times[0],
+        weights_nbytes=decoder.arena.layout.nbytes_by_lifetime()["weight"],
+        kernels=len(prepared),
+        compiled=sum(kernel.compiled for kernel in prepared),
+    )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from monograph.arena import Arena
 from monograph.kernels.pdl_probe import pdl_probe, pdl_probe_torch
+from monograph.model.prepare import Prepared, passes, preparing
 from monograph.model.program import Launch, Program, run
 from monograph.model.runner import raise_if_not_finite
 from monograph.model.state import StepState
@@ -35,26 +36,34 @@ class GraphRunner:
         program: The launches.
         state: The step state, halted: warming up runs every launch once, and while halted none writes anything.
         arena: What the launches read and write.
+        fill: Writes the weights, which no launch needs before it is replayed: called while kernels are compiled.
         debug: Check guards and addresses before every replay, and wait for it: slow, and finds what strays.
 
     Attributes:
         pdl: Whether launches overlap (programmatic dependent launch).
         decode_graph: The decode step.
         prefill_graph: The prefill chunk.
+        prepared: The kernels, and what it took to get each ready.
         capture_ms: What capturing both took, warm-up and compilation not included.
     """
 
     run_ahead = RUN_AHEAD
 
-    def __init__(self, program: Program, state: StepState, arena: Arena, debug: bool = False) -> None:
+    def __init__(
+        self, program: Program, state: StepState, arena: Arena, fill: Callable[[], None], debug: bool = False
+    ) -> None:
         self._state, self._arena, self._debug = state, arena, debug
         self._device = arena.device
+        torch.cuda.synchronize(self._device)  # the state was written on the caller's stream
         self.pdl = supports_pdl(self._device)
+        self.prepared: list[Prepared]
+        with preparing(program, self._device, self.pdl) as self.prepared:
+            fill()
         with torch.cuda.device(self._device):
             self.stream = _new_stream(self._device)
-            torch.cuda.synchronize(self._device)  # weights and state were written on the caller's stream
+            torch.cuda.synchronize(self._device)  # weights were written on the caller's stream
             with torch.cuda.stream(self.stream):
-                for launches in (program.prefill, program.decode, program.prefill_logits):
+                for launches in passes(program):
                     run(launches, self.pdl)
             self.stream.synchronize()
             started = time.perf_counter()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from monograph.model.chat import Chat
     from monograph.model.engine import Engine, load
     from monograph.model.generate import Chunk, Completion, Stats
+    from monograph.model.load_stats import LoadStats
     from monograph.model.plan import Plan, plan_model
     from monograph.model.sampling import Sampling
 
@@ -39,6 +40,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "HubError",
+    "LoadStats",
     "MonographError",
     "NumericsError",
     "Plan",
@@ -55,6 +57,7 @@ _HOME = {
     "Chunk": "monograph.model.generate",
     "Completion": "monograph.model.generate",
     "Engine": "monograph.model.engine",
+    "LoadStats": "monograph.model.load_stats",
     "Plan": "monograph.model.plan",
     "Sampling": "monograph.model.sampling",
     "Stats": "monograph.model.generate",

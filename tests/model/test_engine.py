@@ -50,6 +50,21 @@ def test_stream_gives_the_same_as_generate(engine: mg.Engine) -> None:
     assert whole.stats.first_token_ms > 0
 
 
+def test_load_says_what_it_took(tmp_path: Path) -> None:
+    bytes_read: list[tuple[int, int]] = []
+    with tiny_engine(tmp_path, load={"progress": lambda done, total: bytes_read.append((done, total))}) as engine:
+        stats = engine.load_stats
+        assert isinstance(stats, mg.LoadStats)
+        phases = (stats.open_s, stats.tokenizer_s, stats.plan_s, stats.arena_s, stats.weights_s)
+        assert min(*phases, stats.total_s) > 0
+        assert sum(phases) <= stats.total_s < sum(phases) + 1
+        assert (stats.kernels, stats.compiled, stats.capture_s) == (0, 0, 0.0)
+        assert stats.kernels_s < 0.1
+        assert stats.weights_nbytes == engine.layout.nbytes_by_lifetime()["weight"]
+        table = engine.layout["rope_table"].nbytes
+        assert bytes_read[-1] == (stats.weights_nbytes - table, stats.weights_nbytes - table)
+
+
 def test_max_new_tokens_and_the_end_of_the_arena(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, load={"max_seq_len": 64}) as engine:
         ban = mg.Sampling(logit_bias={2: -math.inf})

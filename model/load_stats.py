@@ -1,0 +1,36 @@
+"""What loading a model took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoadStats:
+    """Seconds of a load by phase, in the order in which they come; imports before it are not part of it.
+
+    Attributes:
+        open_s: Finding the device and the files, reading configuration and headers.
+        tokenizer_s: Building the tokenizer.
+        plan_s: Planning memory, and waiting for the device to start.
+        arena_s: Allocating.
+        weights_s: Filling the arena from the checkpoint.
+        kernels_s: Getting kernels ready, beyond the time of the weights, during which that goes on.
+        capture_s: Capturing the graphs.
+        total_s: All of it.
+        weights_nbytes: Bytes of the weights in the arena.
+        kernels: Kernel variants that the model needs; 0 on a CPU.
+        compiled: Those of them that had to be compiled; 0 after ``monograph warm``.
+    """
+
+    open_s: float
+    tokenizer_s: float
+    plan_s: float
+    arena_s: float
+    weights_s: float
+    kernels_s: float
+    capture_s: float
+    total_s: float
+    weights_nbytes: int
+    kernels: int
+    compiled: int
