@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import monograph
+from monograph.chat.terminal import LoadLine
 from monograph.cli import SAMPLING_FLAGS, main, make_parser
+from monograph.model.prepare import Prepared
+from monograph.model.warm import Warmed
 from tests import smollm2
 from tests.fake_engine import FakeEngine
 
@@ -349,6 +353,54 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
         "bfloat16",
     )
     assert half["need_nbytes"] > 134.5e6 * 4 + 30 * 2 * 3 * 64 * 2048 * 4
+
+
+def test_warm_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """It says that there is nothing to do, whatever the model, and asks nobody for it."""
+    assert main(["warm", "no/model", "--device", "cpu"]) == 0
+    out, error = capsys.readouterr()
+    assert out == "nothing to warm: on a CPU PyTorch runs the program and nothing is compiled\n"
+    assert not error
+    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "monograph", "warm", "no/model"]
+    result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    assert result.stdout.startswith("nothing to warm: no CUDA device here, and on a CPU ")
+    assert main(["warm", "no/model", "--device", "cuda:99"]) == 1
+    assert "use --device cpu" in capsys.readouterr().err
+
+
+def test_warm_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    kernels = [Prepared("qkv", 1.26, True), Prepared("linear_add (down)", 0.01, False)]
+
+    def warm_model(model: str, *, report: Any, **options: Any) -> Warmed:
+        asked.append({"model": model, **options})
+        for number, kernel in enumerate(kernels, 1):
+            report(kernel, number, 2)
+        return Warmed("NVIDIA H200", torch.bfloat16, 4096, kernels, 1.3, Path("/root/.triton/cache"), 3 << 20, 14)
+
+    monkeypatch.setattr("monograph.model.warm.warm_model", warm_model)
+    assert main(["warm", "org/name", "--max-seq-len", "4096", "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "kernel 1 of 2: qkv, 1.3 s",
+        "kernel 2 of 2: linear_add (down), in the cache",
+        "2 kernels for NVIDIA H200 in bfloat16, at every max_seq_len that 16 divides: 1 compiled in 1.3 s, "
+        "added 3.0 MiB in 14 files to /root/.triton/cache",
+    ]
+    ((model, *_),) = [list(options.values()) for options in asked]
+    assert model == "org/name"
+    assert (asked[0]["max_seq_len"], asked[0]["dtype"], asked[0]["device"]) == (4096, "bf16", "auto")
+
+
+def test_progress_is_for_terminals(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["generate", "m", "x"])
+    assert "progress" not in engines[0].options
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    main(["generate", "m", "x"])
+    assert isinstance(engines[1].options["progress"], LoadLine)
+    assert capsys.readouterr().err == ""  # it was there at once
 
 
 def test_plan_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The ``monograph`` command: chat, generate, plan.
+"""The ``monograph`` command: chat, generate, plan, warm.
 
 Exit status: 0; 1 for a fault that is said in one line on stderr; 2 for wrong usage; 130 after Ctrl-C. PyTorch is
 imported only once a command runs, so that help and usage errors come at once.
@@ -19,12 +19,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from monograph.chat.terminal import INTERRUPTED, complain, converse, show, show_stats
+from monograph.chat.terminal import INTERRUPTED, LoadLine, complain, converse, show, show_stats
 from monograph.errors import MonographError, PromptError
 
 if TYPE_CHECKING:
     from monograph.model.engine import Engine
     from monograph.model.generate import Completion
+    from monograph.model.prepare import Prepared
     from monograph.model.sampling import Sampling
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -139,6 +140,20 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     _add_load_options(plan)
     plan.set_defaults(command=_plan)
+
+    warm = commands.add_parser(
+        "warm",
+        prog="monograph warm",
+        help="compile ahead what a model needs on a GPU",
+        usage="monograph warm MODEL [options]",
+        description="Compile every kernel that a model needs on this GPU and keep them on disk, so that the next start "
+        "compiles nothing. Weights are neither loaded nor fetched.",
+        epilog="Give the options that the model will be loaded with: kernels differ by dtype, and between lengths that "
+        "16 divides and others. They are kept in ~/.triton/cache, or the folder that TRITON_CACHE_DIR names.",
+    )
+    _add_model(warm)
+    _add_load_options(warm)
+    warm.set_defaults(command=_warm)
     return parser
 
 
@@ -221,10 +236,29 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _warm(args: argparse.Namespace) -> int:
+    from monograph.model.warm import warm_model
+
+    def say(kernel: Prepared, number: int, count: int) -> None:
+        took = f"{kernel.seconds:.1f} s" if kernel.compiled else "in the cache"
+        print(f"kernel {number} of {count}: {kernel.name}, {took}", flush=True)
+
+    warmed = warm_model(args.model, **_load_options(args), report=say)
+    if warmed is None:
+        where = "no CUDA device here, and on a CPU" if args.device == "auto" else "on a CPU"
+        print(f"nothing to warm: {where} PyTorch runs the program and nothing is compiled")
+    else:
+        print(warmed)
+    return 0
+
+
 def _load(args: argparse.Namespace) -> Engine:
     import monograph
 
-    return monograph.load(args.model, **_load_options(args))
+    if sys.stderr is None or not sys.stderr.isatty():
+        return monograph.load(args.model, **_load_options(args))
+    with LoadLine() as progress:
+        return monograph.load(args.model, **_load_options(args), progress=progress)
 
 
 def _load_options(args: argparse.Namespace) -> dict[str, Any]:

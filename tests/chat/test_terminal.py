@@ -15,7 +15,7 @@ from types import TracebackType
 
 import pytest
 
-from monograph.chat.terminal import Interrupts, complain, printable, show
+from monograph.chat.terminal import Interrupts, LoadLine, complain, printable, show
 
 ROOT = Path(__file__).parents[2]
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -183,3 +183,24 @@ def test_interrupts_strike_once_and_only_inside_a_span() -> None:
         with pytest.raises(KeyboardInterrupt), interrupts.span():
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_load_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in the first half second, then a line at most ten times a second, and at the end none."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with LoadLine() as line:
+        for i in range(21):  # half a gigabyte every twentieth of a second
+            now = 100 + i / 20
+            line(i * 10**9 // 2, 16 * 10**9)
+    shown = capsys.readouterr().err
+    lines = [part.removesuffix("\x1b[K") for part in shown.split("\r") if part]
+    assert lines[0] == "weights: 5.0 of 16.0 GB, 10.0 GB/s"
+    assert lines[-2] == "weights: 10.0 of 16.0 GB, 10.0 GB/s"
+    assert lines[-1] == ""
+    assert 5 <= len(lines) - 1 <= 6
+    assert shown.endswith("\r\x1b[K")
+    with LoadLine() as line:
+        for done in (1, 2):
+            line(done, 2)
+    assert capsys.readouterr().err == ""

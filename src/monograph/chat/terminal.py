@@ -25,6 +25,7 @@ INTERRUPTED = 130
 # A second Ctrl-C this soon after the first is the same impatience, not a new wish.
 UNWIND_S = 1.0
 TICK_S = 0.1
+LOAD_LINE_AFTER_S = 0.5
 _CONTROL = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -64,6 +65,37 @@ def show_stats(stats: Stats) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+class LoadLine:
+    """Says on stderr, in one line that is written over and over and wiped at the end, how far a load is.
+
+    Nothing shows where the weights are read in no time.
+    """
+
+    def __init__(self) -> None:
+        self._started = self._next = 0.0
+        self._shown = False
+
+    def __enter__(self) -> LoadLine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown:
+            print(end="\r\x1b[K", file=sys.stderr, flush=True)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take note of bytes read so far and in all."""
+        now = time.monotonic()
+        if not self._started:
+            self._started, self._next = now, now + LOAD_LINE_AFTER_S
+        if now < self._next:
+            return
+        self._next = now + TICK_S
+        self._shown = True
+        speed = done / 1e9 / (now - self._started)
+        line = f"weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.1f} GB/s"
+        print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class Interrupts:
