@@ -96,7 +96,8 @@ class _Upload:
         for _ in range(self._num_threads + SPARE_BUFFERS):
             self._free.put(_Buffer())
         self._sending = threading.Lock()  # one at a time, so that one piece alone is converted
-        self._wrong = torch.zeros(len(transfers), dtype=torch.bool, device=self._device)
+        with torch.inference_mode(False):  # what was made in it the threads, which are not in it, could not write
+            self._wrong = torch.zeros(len(transfers), dtype=torch.bool, device=self._device)
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None  # type: ignore[no-untyped-call]
 
     def run(self, progress: Progress | None) -> list[str]:

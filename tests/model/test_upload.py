@@ -214,6 +214,17 @@ def test_an_interrupted_upload_leaves_nothing_behind(device: str, tmp_path: Path
     assert torch.equal(slots.view("final_norm"), source.read("model.norm.weight"))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_inference_mode(device: str, tmp_path: Path) -> None:
+    """Which is a property of the caller's thread: what is made in it, the others must be able to write."""
+    written = write_checkpoint(tmp_path)
+    source, config = open_folder(tmp_path)
+    slots = WeightSlots(config, torch.float16, device=device)
+    with torch.inference_mode():
+        weights._load_to_gpu(source, config, slots, None)
+    assert_slots_hold(on_cpu(slots), fused_parameters(config, written), torch.float16)
+
+
 def test_progress(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     source, config = open_folder(tmp_path)
