@@ -13,7 +13,9 @@ from monograph.cli import make_parser
 from tests import smollm2
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/benchmarks.md")]
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/benchmarks.md")
+]
 
 
 def refresh_readme() -> ModuleType:
@@ -29,7 +31,7 @@ def test_generated_parts_of_the_readme_are_current() -> None:
     """If this fails: `make readme`."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = refresh_readme().BLOCK.findall(readme)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert all(output.strip() for _, _, output, _ in blocks)
     assert refresh_readme().refresh(readme) == readme
 
