@@ -95,6 +95,7 @@ class _Upload:
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         for _ in range(self._num_threads + SPARE_BUFFERS):
             self._free.put(_Buffer())
+        self._stop = threading.Event()  # set by the first fault
         self._sending = threading.Lock()  # one at a time, so that one piece alone is converted
         with torch.inference_mode(False):  # what was made in it the threads, which are not in it, could not write
             self._wrong = torch.zeros(len(transfers), dtype=torch.bool, device=self._device)
@@ -108,6 +109,7 @@ class _Upload:
         try:
             self._watch(pieces, [pool.submit(self._carry, piece) for piece in pieces], progress)
         finally:
+            self._stop.set()
             pool.shutdown(cancel_futures=True)
             if self._stream is not None:
                 self._stream.synchronize()
@@ -133,6 +135,8 @@ class _Upload:
                 yield _Piece(number, first, destination[first : first + rows])
 
     def _carry(self, piece: _Piece) -> None:
+        if self._stop.is_set():
+            return
         name = self._transfers[piece.transfer].tensor
         buffer = self._free.get()
         try:
@@ -143,6 +147,9 @@ class _Upload:
                 if self._stream is not None:
                     buffer.emptied = buffer.emptied or torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                     buffer.emptied.record(self._stream)
+        except BaseException:
+            self._stop.set()
+            raise
         finally:
             self._free.put(buffer)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import monograph
+from tests.engines import write_model
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "monograph"
@@ -220,6 +221,24 @@ def test_public_names() -> None:
 
 def test_import_is_cheap() -> None:
     code = "import sys, monograph; sys.exit(' '.join({'torch', 'numpy', 'triton'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert result.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("action", "unneeded"),
+    [
+        ("plan_model", {"triton", "tokenizers", "jinja2", "gguf", "huggingface_hub", "httpx", "transformers"}),
+        ("load", {"jinja2", "gguf", "huggingface_hub", "httpx", "transformers"}),
+    ],
+)
+def test_imports_wait_until_they_are_needed(action: str, unneeded: set[str], tmp_path: Path) -> None:
+    """For a model in a folder here; each of these takes a tenth of a second or more, or is for others alone."""
+    write_model(tmp_path)
+    code = (
+        f"import sys, monograph; monograph.{action}({str(tmp_path)!r}, device='cpu')\n"
+        f"sys.exit(' '.join({unneeded!r} & set(sys.modules)))"
+    )
     result = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert result.stderr.strip() == ""
 
