@@ -141,4 +141,5 @@ def test_b19_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     allocated = torch.cuda.memory_allocated(tiny.DEVICE)
     with pytest.raises(mg.CapacityError, match="the longest max_seq_len that fits is"):
         mg.load(str(folder), device="cuda", max_seq_len=1 << 29)
-    assert torch.cuda.max_memory_allocated(tiny.DEVICE) == allocated
+    # CUDA may be woken by an allocation of one block; the smallest slot of weights is larger.
+    assert torch.cuda.max_memory_allocated(tiny.DEVICE) <= allocated + 512
