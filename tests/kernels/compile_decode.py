@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from monograph.kernels.attention import attention
@@ -121,7 +122,8 @@ def compile_launch(kernel: JITFunction, capability: int, arguments: dict[str, An
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -143,7 +145,7 @@ def report(compiled: Any) -> dict[str, Any]:
     wait = waits[-1] if waits else 0
     way_out = next((i for i, line in enumerate(lines) if "tt.return" in line), 0)
     stores = [i for i, line in enumerate(lines) if re.search(r"tt\.(store|atomic)|st\.\w+\.sys", line)]
-    loads = [i for i, line in enumerate(lines) if "tt.load" in line and "tensor<" in line]
+    loads = [i for i, line in enumerate(lines) if re.search("tt.load|async_copy_global", line) and "tensor<" in line]
     weights = re.findall(r"ld\.global\S*evict_first\S*", compiled.asm["ptx"])
     wide = r"\.(v4\.b32|v2\.b64|v8\.b32|v4\.b64)$"
     return {
@@ -155,7 +157,7 @@ def report(compiled: Any) -> dict[str, Any]:
         "loads_early": sum(way_out < i < wait for i in loads),
         "weight_loads": len(weights),
         "wide_weight_loads": sum(bool(re.search(wide, load)) for load in weights),
-        "wide_loads": len(re.findall(r"ld\.global\S*" + wide[:-1] + r"\b", compiled.asm["ptx"])),
+        "wide_loads": len(re.findall(r"ld\.global\S*" + wide[:-1] + r"\b|cp\.async\.cg", compiled.asm["ptx"])),
         "mma": "mma" in compiled.asm["ptx"],
         "tf32": "tf32" in compiled.asm["ptx"],
     }
