@@ -68,7 +68,7 @@ class GraphRunner:
         """Capture both passes, in the place of what was captured before.
 
         Args:
-            program: The launches, over step state that is halted: each runs once beforehand. Their kernels are compiled.
+            program: The launches, over step state that is halted: each runs once beforehand.
         """
         with torch.cuda.device(self._device):
             with torch.cuda.stream(self.stream):

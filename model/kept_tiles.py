@@ -47,7 +47,7 @@ def keep_tiles(key: TileKey, tiles: Tiles, measured: Mapping[str, Any]) -> Path:
 
     Args:
         key: What they were measured for.
-        tiles: By use; empty where the defaults are best.
+        tiles: By use.
         measured: What the measurement said: for people, not read again.
 
     Returns:
@@ -100,24 +100,19 @@ def kept_tiles(key: TileKey, multiprocessors: int) -> dict[str, dict[str, int]] 
     try:
         record = read_json_object(path, ConfigError)
     except ConfigError as error:
-        return _ignored(path, str(error).removeprefix(f"{path}: "))
+        _ignored(path, str(error).removeprefix(f"{path}: "))
+        return None
     if record.get("format") != FORMAT:
-        return _ignored(path, f"its format is {record.get('format')!r}, expected {FORMAT}")
+        _ignored(path, f"its format is {record.get('format')!r}, expected {FORMAT}")
+        return None
     if record.get("key") != asdict(key):
-        return _ignored(path, "it was measured for another GPU, model or version")
+        _ignored(path, "it was measured for another GPU, model or version")
+        return None
     found = next(faults(record.get("tiles"), multiprocessors), None)
     if found is not None:
-        return _ignored(path, found)
+        _ignored(path, found)
+        return None
     return {use: dict(tile) for use, tile in record["tiles"].items()}
-
-
-def forget_tiles(key: TileKey) -> bool:
-    """Remove what was kept for a key; whether there was anything."""
-    path = tiles_path(key)
-    if not path.exists():
-        return False
-    path.unlink()
-    return True
 
 
 def _ignored(path: Path, reason: str) -> None:

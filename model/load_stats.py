@@ -24,8 +24,8 @@ class LoadStats:
         compiled: Those of them that had to be compiled; 0 after ``monograph warm``.
         tune_s: Tuning, if it was asked for.
         tiles: Where the tile of each tuned decode kernel came from, by use ("qkv", "down", "head"): "default" (the
-            kernel's own rule), "shipped" (measured for this GPU and shape), "kept" (an earlier tuning on this machine) or
-            "tuned" (during this load). Empty on a CPU, which has no tiles.
+            kernel's own rule), "shipped" (measured for this GPU and shape), "kept" (by an earlier tuning on this
+            machine) or "tuned" (by this engine). Empty on a CPU, which has no tiles.
         tiles_from: The file of kept tiles, or what a shipped entry was measured by; "" for defaults.
     """
 

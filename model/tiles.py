@@ -1,8 +1,8 @@
 """Which tiles the decode kernels of a model take: tuned here and kept, shipped for this GPU, or the kernels' own.
 
-The kernels' own rules (kernels/tile.py, and the wrappers of attention and gate_up) were searched jointly on an H200 with
-Llama 3.2 1B and 3.1 8B in bfloat16; they are the fallback for every GPU and shape. ``SHIPPED`` holds what was measured
-to be better than the fallback somewhere. It has no entry for a GPU that nobody has measured, nor copies of the fallback.
+The kernels' own rules (kernels/tile.py, and the wrappers of attention and gate_up) come from a joint search on an H200;
+they are the fallback for every GPU and shape. ``SHIPPED`` holds what was measured to be better than the fallback
+somewhere: it has neither entries for a GPU that nobody has measured nor copies of the fallback.
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ def find_shipped(key: TileKey, table: Sequence[ShippedTiles]) -> ShippedTiles | 
 
 
 def current_tiles(program: Program) -> dict[str, dict[str, int]]:
-    """The whole tile of every tuned decode kernel as the program launches it, by use."""
+    """The tile of every tuned decode kernel as the program launches it, by use: all keys of the closed set."""
     found: dict[str, dict[str, int]] = {}
     for launch in program.decode:
         if launch.use in SPACE and launch.use not in found:
-            found[launch.use] = default_tile(launch.kernel, *launch.args, **launch.constants) | dict(launch.tile)
+            whole = default_tile(launch.kernel, *launch.args, **launch.constants) | dict(launch.tile)
+            found[launch.use] = {key: value for key, value in whole.items() if key in SPACE[launch.use]}
     return found
 
 
@@ -118,7 +119,7 @@ def check_tune(tune: object) -> Tune:
         ConfigError: None of the four.
     """
     if isinstance(tune, bool) or tune in ("auto", "off"):
-        return tune  # type: ignore[return-value]
+        return tune
     raise ConfigError(f"tune: expected 'auto', True, False or 'off', got {tune!r}")
 
 
