@@ -84,7 +84,7 @@ class Decoder:
         """
         self.runner.drain()
         self.program = with_tiles(self.program, tiles)
-        if self.arena.device.type == "cpu":
+        if isinstance(self.runner, LaunchRunner):
             return  # references have no tiles
         from monograph.model.graph import GraphRunner
 

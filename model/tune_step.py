@@ -94,7 +94,7 @@ def tune_and_keep(
 
 
 def keep_tuned(decoder: Decoder, found: Tuned) -> Path:
-    """Keep all tiles, changed or not, since they were judged together; the file. ConfigError if it cannot be written."""
+    """Keep all tiles, changed or not, since they were judged together; the file. Raises ConfigError if it cannot."""
     key = TileKey.of(decoder.config, decoder.capacity.dtype, decoder.arena.device)
     return keep_tiles(key, found.tiles, measured_facts(found, decoder.capacity.max_seq_len))
 
