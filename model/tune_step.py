@@ -68,13 +68,15 @@ def tune_decoder(decoder: Decoder, seconds: float = DEFAULT_SECONDS, report: Rep
         )
     if not seconds > 0:
         raise ConfigError(f"tune: expected a budget of more than 0 seconds, got {seconds!r}")
+    began = perf_counter()
     start = current_tiles(decoder.program)
     if not decoder.runner.pdl:  # launches do not overlap: triggers are not used
         start = {use: {key: value for key, value in tile.items() if key != "trigger"} for use, tile in start.items()}
     with torch.cuda.device(decoder.arena.device), StepBench(decoder) as bench:
-        found = search(start, bench, seconds, report)
+        found = search(start, bench, max(seconds - (perf_counter() - began), 0.1), report)
     if found.tiles != found.start:
         decoder.set_tiles(found.tiles)
+    found.seconds = perf_counter() - began
     return found
 
 

@@ -29,7 +29,16 @@ def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    config = tiny_config(vocab_size=515, hidden_size=96, max_position_embeddings=4096, torch_dtype="bfloat16")
+    config = tiny_config(
+        vocab_size=515,
+        hidden_size=96,
+        intermediate_size=200,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        torch_dtype="bfloat16",
+    )
     return write_model(tmp_path / "model", config, dtype=torch.bfloat16)
 
 
@@ -96,7 +105,7 @@ def test_tuned_once_and_kept(folder: Path) -> None:
         tokens = engine.generate([5, 6, 7], 16, sampling=mg.Sampling(temperature=0.0)).token_ids
     (kept,) = tiles_folder().iterdir()
     for tune in ("auto", True):
-        with mg.load(str(folder), device="cuda", tune=tune) as engine:  # type: ignore[arg-type]
+        with mg.load(str(folder), device="cuda", tune=tune) as engine:
             assert set(engine.load_stats.tiles.values()) == {"kept"}
             assert engine.load_stats.tiles_from == str(kept)
             assert engine.load_stats.tune_s == 0.0

@@ -223,12 +223,13 @@ def test_the_outcome_is_used_and_kept(decoder: Decoder, monkeypatch: pytest.Monk
     better = {"BLOCK_N": 4, "num_warps": 2}
 
     def search(start: Any, bench: Any, seconds: float, report: Any) -> Tuned:
-        assert seconds == 5
+        assert 4 < seconds < 5  # less what it took to begin
         assert "trigger" not in start["qkv"]  # launches do not overlap here
         return Tuned(start, {**start, "qkv": better}, [2.0, 3.0], [1.0, 2.0], gain=0.4, accepted=["qkv"])
 
     monkeypatch.setattr(tune_step_module, "search", search)
     found, chosen = tune_and_keep(decoder, 5)
+    assert found.seconds > 0
     assert runner_of(decoder).captured_all == [decoder.program]
     assert current_tiles(decoder.program)["qkv"] == {"trigger": 1, **better}
     assert chosen.sources()["qkv"] == "tuned"
