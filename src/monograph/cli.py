@@ -260,8 +260,14 @@ def _tune(args: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         line = stack.enter_context(LoadLine()) if sys.stderr is not None and sys.stderr.isatty() else None
+        lines = _TuneLines()
+
+        def say(progress: TuneProgress) -> None:
+            stack.close()  # the load is done: wipe its line
+            lines(progress)
+
         options = {**_load_options(args), "seconds": args.seconds}
-        tuned = tune_model(args.model, **options, progress=line, report=_TuneLines())
+        tuned = tune_model(args.model, **options, progress=line, report=say)
     if tuned is None:
         where = "no CUDA device here, and on a CPU" if args.device == "auto" else "on a CPU"
         print(f"nothing to tune: {where} PyTorch runs the program, and there are no block sizes to choose")
