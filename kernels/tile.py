@@ -7,6 +7,9 @@ spread over all threads of a program, 16 bytes for each, so that every weight lo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 # When a kernel lets its successor start (programmatic dependent launch). The successor's programs become resident only
@@ -93,10 +96,37 @@ def override(op: str, default: Tile, tile: Tile | None) -> Tile:
     Raises:
         ValueError: a key that the kernel has not.
     """
+    if isinstance(tile, _Question):
+        raise _Answer(default)
     unknown = set(tile or {}) - set(default)
     if unknown:
         raise ValueError(f"{op}: tile has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(default))}")
     return default | (tile or {})
+
+
+class _Question(Tile):
+    """Given to a wrapper as its tile, asks for the default and for nothing else."""
+
+
+class _Answer(Exception):  # noqa: N818  # no error: the way out of a wrapper before it launches
+    def __init__(self, tile: Tile) -> None:
+        super().__init__(tile)
+        self.tile = tile
+
+
+def default_tile(wrapper: Callable[..., None], *args: Any, **constants: Any) -> Tile:
+    """The tile that a wrapper would choose for these arguments, which it checks; nothing is launched.
+
+    Args:
+        wrapper: of a kernel, taking `tile`.
+        args: its arguments.
+        constants: its keyword arguments without `tile`.
+    """
+    try:
+        wrapper(*args, **constants, tile=_Question())
+    except _Answer as answer:
+        return answer.tile
+    raise AssertionError(f"{wrapper.__name__} launched without choosing a tile by override()")
 
 
 def launch_options(pdl: bool, fp_fusion: bool = True) -> dict[str, bool]:

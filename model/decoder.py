@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from monograph.arena import Arena, HostMemory, Layout
 from monograph.model.config import ModelConfig
 from monograph.model.generate import Answer
 from monograph.model.layout import Capacity, plan_host_layout
-from monograph.model.program import build_program, run
+from monograph.model.program import build_program, run, with_tiles
 from monograph.model.runner import LaunchRunner, Runner
 from monograph.model.sampling import Sampling
 from monograph.model.state import StepState
@@ -28,6 +28,7 @@ class Decoder:
         device: Where to allocate it.
         fill: Writes the weight slots of the arena that it is given.
         debug: On a GPU, check guards and addresses before every replay: slow, and finds what strays.
+        tiles: Of decode kernels by use, where they are not to choose their own.
 
     Attributes:
         arena: The memory.
@@ -46,6 +47,7 @@ class Decoder:
         device: torch.device,
         fill: Callable[[Arena], None],
         debug: bool = False,
+        tiles: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self.config, self.capacity = config, capacity
         started = time.perf_counter()
@@ -53,7 +55,7 @@ class Decoder:
         try:
             self._host = HostMemory(plan_host_layout(capacity), device)
             self.state = StepState(self.arena, self._host)
-            self.program = build_program(config, capacity, self.arena, self._host)
+            self.program = with_tiles(build_program(config, capacity, self.arena, self._host), tiles or {})
             self.arena_s = time.perf_counter() - started
             self.runner = self._make_runner(fill, debug)
             self.runner_s = time.perf_counter() - started - self.arena_s - self.weights_s
@@ -74,6 +76,22 @@ class Decoder:
         from monograph.model.graph import GraphRunner
 
         return GraphRunner(self.program, self.state, self.arena, timed_fill, debug)
+
+    def set_tiles(self, tiles: Mapping[str, Mapping[str, int]]) -> None:
+        """Give decode kernels other tiles, by use. Their variants are compiled, and no answer is under way.
+
+        On a GPU both passes are captured anew. The KV cache is as good as before, but for last bits.
+        """
+        self.runner.drain()
+        self.program = with_tiles(self.program, tiles)
+        if isinstance(self.runner, LaunchRunner):
+            return  # references have no tiles
+        from monograph.model.graph import GraphRunner
+
+        assert isinstance(self.runner, GraphRunner), self.runner
+        with self.runner.context():
+            self.state.halt()
+        self.runner.capture_all(self.program)
 
     def answer(
         self, ids: list[int], *, reuse: bool, position_limit: int, stop_ids: Sequence[int], sampling: Sampling

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import pairwise
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -29,9 +30,13 @@ from monograph.model.prepare import Prepared, starting
 from monograph.model.sampling import Sampling
 from monograph.model.stream import Stream, collect
 from monograph.model.text_stream import TextStream
+from monograph.model.tiles import ChosenTiles, Tune, check_tune, choose_tiles
 from monograph.model.tokenizer import Tokenizer
 from monograph.model.upload import Progress
 from monograph.model.weights import load_weights
+
+if TYPE_CHECKING:
+    from monograph.model.tune import Report, Tuned
 
 
 def load(
@@ -45,6 +50,7 @@ def load(
     local_files_only: bool = False,
     progress: Progress | None = None,
     debug: bool = False,
+    tune: Tune = "auto",
 ) -> Engine:
     """Load a Llama-style model.
 
@@ -59,6 +65,10 @@ def load(
         local_files_only: Never ask the network.
         progress: Called while weights are read, with the bytes so far and in all.
         debug: On a GPU, check guards and addresses before every replay: slow, and finds what strays.
+        tune: Block sizes of the decode kernels on a GPU. "auto": those that an earlier tuning of this shape on this GPU
+            has kept on disk, else shipped ones, else the kernels' own. True: the same, but where nothing is kept, tune
+            now, which takes half a minute, and keep it. "off" or False: leave what is kept aside. They differ in speed,
+            and in the last bits of logits.
 
     Returns:
         The engine, ready to answer. Close it, or use it in a with statement, to free its memory.
@@ -70,6 +80,7 @@ def load(
         CapacityError: It does not fit; says the need, what is free and the longest length that fits.
     """
     times = [time.perf_counter()]
+    check_tune(tune)
     where = choose_device(device)
     with ExitStack() as stack:
         with starting(where):
@@ -86,7 +97,7 @@ def load(
         if plan is None:
             plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)
         times.append(time.perf_counter())
-        return Engine(opened, tokenizer, source, plan, times, progress, debug)
+        return Engine(opened, tokenizer, source, plan, times, progress, debug, tune)
 
 
 class Engine:
@@ -114,6 +125,7 @@ class Engine:
         times: Sequence[float],
         progress: Progress | None = None,
         debug: bool = False,
+        tune: Tune = "auto",
     ) -> None:
         self.config: ModelConfig = opened.config
         self.tokenizer = tokenizer
@@ -125,11 +137,18 @@ class Engine:
         def fill(arena: Arena) -> None:
             load_weights(source, opened.config, arena, progress)
 
-        self._decoder = Decoder(opened.config, plan.capacity, plan.layout, plan.device, fill, debug)
-        self.load_stats = _load_stats(times, self._decoder)
+        tiles = choose_tiles(opened.config, plan.capacity.dtype, plan.device, kept=tune not in ("off", False))
+        self._decoder = Decoder(opened.config, plan.capacity, plan.layout, plan.device, fill, debug, tiles.tiles)
+        self.load_stats = _load_stats(times, self._decoder, tiles)
         self.arena: Arena = self._decoder.arena
         self._busy = threading.Lock()
         self._closed = False
+        if tune is True and tiles.source != "kept":
+            try:
+                self.tune()
+            except BaseException:
+                self.close()
+                raise
 
     def generate(
         self,
@@ -222,6 +241,41 @@ class Engine:
         finally:
             self._busy.release()
 
+    def tune(self, seconds: float = 30.0, report: Report | None = None) -> Tuned | None:
+        """Look for faster tiles of the decode kernels on this GPU, use them, and keep them for later loads.
+
+        Nothing of an earlier answer is left in the KV cache. ``load_stats`` says what came of it.
+
+        Args:
+            seconds: Budget, compiling and all.
+            report: Called as it goes on.
+
+        Returns:
+            What was found; None on a CPU, where there is nothing to tune.
+
+        Raises:
+            ConfigError: ``seconds`` is too few, the arena too short to time anything, or the outcome cannot be kept.
+            CapacityError: There is no memory for the check of the logits.
+            EngineError: Closed or busy.
+        """
+        self._enter()
+        try:
+            if self.device.type != "cuda":
+                return None
+            from monograph.model.tune_step import tune_and_keep
+
+            found, tiles = tune_and_keep(self._decoder, seconds, report)
+            self.load_stats = replace(
+                self.load_stats,
+                tune_s=found.seconds,
+                total_s=self.load_stats.total_s + found.seconds,
+                tiles=tiles.sources(),
+                tiles_from=tiles.where,
+            )
+            return found
+        finally:
+            self._busy.release()
+
     def close(self) -> None:
         """Free the engine's memory. Closing twice does no harm; any other use afterwards raises EngineError."""
         if not self._closed:
@@ -293,7 +347,7 @@ class Engine:
         return stop_ids
 
 
-def _load_stats(times: Sequence[float], decoder: Decoder) -> LoadStats:
+def _load_stats(times: Sequence[float], decoder: Decoder, tiles: ChosenTiles) -> LoadStats:
     """Sum up a load that began at ``times[0]``, with its files, tokenizer and plan done at those that follow."""
     capture_s = getattr(decoder.runner, "capture_ms", 0.0) / 1e3
     prepared: list[Prepared] = getattr(decoder.runner, "prepared", [])
@@ -310,4 +364,6 @@ def _load_stats(times: Sequence[float], decoder: Decoder) -> LoadStats:
         weights_nbytes=decoder.arena.layout.nbytes_by_lifetime()["weight"],
         kernels=len(prepared),
         compiled=sum(kernel.compiled for kernel in prepared),
+        tiles=tiles.sources() if decoder.arena.device.type == "cuda" else {},
+        tiles_from=tiles.where,
     )

@@ -62,16 +62,26 @@ class GraphRunner:
         with torch.cuda.device(self._device):
             self.stream = _new_stream(self._device)
             torch.cuda.synchronize(self._device)  # weights were written on the caller's stream
+            self.capture_all(program)
+
+    def capture_all(self, program: Program) -> None:
+        """Capture both passes, in the place of what was captured before.
+
+        Args:
+            program: The launches, over step state that is halted: each runs once beforehand.
+        """
+        with torch.cuda.device(self._device):
             with torch.cuda.stream(self.stream):
                 for launches in passes(program):
                     run(launches, self.pdl)
             self.stream.synchronize()
             started = time.perf_counter()
-            self.decode_graph = self._capture(program.decode)
-            self.prefill_graph = self._capture(program.prefill)
+            self.decode_graph = self.capture(program.decode)
+            self.prefill_graph = self.capture(program.prefill)
             self.capture_ms = (time.perf_counter() - started) * 1e3
 
-    def _capture(self, launches: Sequence[Launch]) -> torch.cuda.CUDAGraph:
+    def capture(self, launches: Sequence[Launch]) -> torch.cuda.CUDAGraph:
+        """Capture launches whose kernels have run before, on the stream of the replays."""
         graph = torch.cuda.CUDAGraph()
         # Thread-local: another thread of the process may use CUDA meanwhile.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):

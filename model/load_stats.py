@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class LoadStats:
         weights_nbytes: Bytes of the weights in the arena.
         kernels: Kernel variants that the model needs; 0 on a CPU.
         compiled: Those of them that had to be compiled; 0 after ``monograph warm``.
+        tune_s: Tuning, if it was asked for.
+        tiles: Where the tile of each tuned decode kernel came from, by use ("qkv", "down", "head"): "default" (the
+            kernel's own rule), "shipped" (measured for this GPU and shape), "kept" (by an earlier tuning on this
+            machine) or "tuned" (by this engine). Empty on a CPU, which has no tiles.
+        tiles_from: The file of kept tiles, or what a shipped entry was measured by; "" for defaults.
     """
 
     open_s: float
@@ -34,3 +40,6 @@ class LoadStats:
     weights_nbytes: int
     kernels: int
     compiled: int
+    tune_s: float = 0.0
+    tiles: Mapping[str, str] = field(default_factory=dict)
+    tiles_from: str = ""

@@ -89,7 +89,8 @@ def distinct_launches(program: Program, pdl: bool) -> list[tuple[Launch, bool]]:
             # What Triton chooses a variant by, and the wrappers a tile. Slots are aligned alike.
             shapes = tuple(None if arg is None else (arg.shape, arg.dtype) for arg in launch.args)
             overlaps = pdl and i > 0
-            chosen.setdefault((launch.kernel, shapes, repr(launch.constants), overlaps), (launch, overlaps))
+            variant = (launch.kernel, shapes, repr(launch.constants), repr(launch.tile), overlaps)
+            chosen.setdefault(variant, (launch, overlaps))
     return list(chosen.values())
 
 
@@ -177,7 +178,7 @@ def cache_folder() -> Path:
 
 
 def _name(launch: Launch) -> str:
-    kernel, use = launch.kernel.__name__, launch.name.rpartition(".")[2]
+    kernel, use = launch.kernel.__name__, launch.use
     return kernel if kernel.startswith(use) else f"{kernel} ({use})"
 
 

@@ -6,8 +6,8 @@ a list depends on the live length: kernels read it, and every other piece of ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Launch:
         reference: The same contract in plain PyTorch.
         args: Arena views (or None for a bias the model has not), in the kernel's order.
         constants: Keyword arguments that the configuration fixes.
+        tile: Block sizes, warps and trigger that the kernel takes in the place of its own; empty for its own.
     """
 
     name: str
@@ -53,6 +54,12 @@ class Launch:
     reference: Kernel
     args: tuple[torch.Tensor | None, ...]
     constants: dict[str, Any] = field(default_factory=dict)
+    tile: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def use(self) -> str:
+        """What the kernel is used for, the same in all layers: "qkv" of ``layers.3.qkv``."""
+        return self.name.rpartition(".")[2]
 
     def run(self, pdl: bool = False) -> None:
         """Run once: the kernel on a GPU, the reference elsewhere.
@@ -61,7 +68,8 @@ class Launch:
             pdl: On a GPU, let the launch overlap the one before it (programmatic dependent launch).
         """
         if self.args[0] is not None and self.args[0].is_cuda:
-            self.kernel(*self.args, **self.constants, pdl=pdl)
+            chosen = {"tile": dict(self.tile)} if self.tile else {}
+            self.kernel(*self.args, **self.constants, pdl=pdl, **chosen)
         else:
             self.reference(*self.args, **self.constants)
 
@@ -95,6 +103,24 @@ def run(launches: Iterable[Launch], pdl: bool = False) -> None:
     """Run launches in order; with ``pdl``, all but the first may overlap the one before."""
     for i, launch in enumerate(launches):
         launch.run(pdl and i > 0)
+
+
+def with_tiles(program: Program, tiles: Mapping[str, Mapping[str, int]]) -> Program:
+    """The same program with other tiles for some of its decode kernels, wherever those are launched.
+
+    Args:
+        program: The launches.
+        tiles: By use ("qkv", "down", "head"); a use that is not in it is left as it is.
+    """
+    kernels = {launch.kernel for launch in program.decode}
+
+    def tiled(launches: Iterable[Launch]) -> tuple[Launch, ...]:
+        return tuple(
+            replace(launch, tile=tiles[launch.use]) if launch.kernel in kernels and launch.use in tiles else launch
+            for launch in launches
+        )
+
+    return Program(tiled(program.decode), tiled(program.prefill), tiled(program.prefill_logits))
 
 
 def build_program(config: ModelConfig, capacity: Capacity, arena: Arena, host: HostMemory) -> Program:

@@ -21,8 +21,9 @@ from monograph.model.layout import plan_host_layout
 from monograph.model.open import OpenModel, open_model
 from monograph.model.plan import choose_device, choose_dtype, make_plan
 from monograph.model.prepare import Prepared, Report, cache_folder, prepare, starting
-from monograph.model.program import build_program
+from monograph.model.program import build_program, with_tiles
 from monograph.model.state import StepState
+from monograph.model.tiles import choose_tiles
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def warm_model(
         HostMemory(plan_host_layout(plan.capacity), where) as host,
     ):
         StepState(arena, host)  # halts: no launch writes anything
-        program = build_program(plan.config, plan.capacity, arena, host)
+        tiles = choose_tiles(plan.config, chosen, where)  # what load will take
+        program = with_tiles(build_program(plan.config, plan.capacity, arena, host), tiles.tiles)
         torch.cuda.synchronize(where)
         started = time.perf_counter()
         kernels = prepare(program, where, supports_pdl(where), report)

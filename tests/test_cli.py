@@ -20,6 +20,8 @@ import monograph
 from monograph.chat.terminal import LoadLine
 from monograph.cli import SAMPLING_FLAGS, main, make_parser
 from monograph.model.prepare import Prepared
+from monograph.model.tune import Tuned, TuneProgress
+from monograph.model.tune_model import TunedModel
 from monograph.model.warm import Warmed
 from tests import smollm2
 from tests.fake_engine import FakeEngine
@@ -367,6 +369,48 @@ def test_warm_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert result.stdout.startswith("nothing to warm: no CUDA device here, and on a CPU ")
     assert main(["warm", "no/model", "--device", "cuda:99"]) == 1
     assert "use --device cpu" in capsys.readouterr().err
+
+
+def test_tune_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is not even looked for."""
+    assert main(["tune", "no/model", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "nothing to tune: on a CPU PyTorch runs the program, and there are no block sizes to choose\n"
+    assert err == ""
+    hidden = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "monograph", "tune", "no/model"]
+    result = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.startswith("nothing to tune: no CUDA device here, and on a CPU PyTorch runs the program")
+    for seconds in ("0", "-3", "nan", "soon"):
+        with pytest.raises(SystemExit) as left:
+            main(["tune", "m", "--seconds", seconds])
+        assert left.value.code == 2
+
+
+def test_tune_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def tune_model(model: str, *, report: Any, progress: Any, **options: Any) -> TunedModel:
+        asked.append({"model": model, **options})
+        report(TuneProgress(0.2, "compile", 3, 70, 0.0))
+        report(TuneProgress(0.4, "compile", 9, 70, 0.0))  # within the same second: not said
+        report(TuneProgress(1.0, "measure", 1, 70, 0.0, "qkv trigger 1 -> 3: 1.2% faster"))
+        report(TuneProgress(9.5, "verify", 2, 15, 0.012))
+        found = Tuned({}, {}, [0.7, 0.8], [0.6, 0.75], 0.05, timed=61, unusable=2, left_out=7, seconds=24.5)
+        return TunedModel("NVIDIA H200", torch.bfloat16, (64, 1024), found, "/c/tiles/a.json")
+
+    monkeypatch.setattr("monograph.model.tune_model.tune_model", tune_model)
+    assert main(["tune", "org/name", "--max-seq-len", "4096", "--seconds", "12"]) == 0
+    assert (asked[0]["model"], asked[0]["max_seq_len"], asked[0]["seconds"]) == ("org/name", 4096, 12.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "  0.2 s: compile 3 of 70, 0.0% faster so far",
+        "  1.0 s: qkv trigger 1 -> 3: 1.2% faster",
+        "  9.5 s: verify 2 of 15, 1.2% faster so far",
+        "length 64: 0.7000 ms a token before, 0.6000 after",
+        "length 1,024: 0.8000 ms a token before, 0.7500 after",
+        "5.0% faster on NVIDIA H200 in bfloat16: 61 candidates timed, 2 unusable, 7 left out for time, in 24.5 s",
+        "kept in /c/tiles/a.json; every load of this shape, dtype and GPU takes it from there",
+    ]
 
 
 def test_warm_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The ``monograph`` command: chat, generate, plan, warm.
+"""The ``monograph`` command: chat, generate, plan, tune, warm.
 
 Exit status: 0; 1 for a fault that is said in one line on stderr; 2 for wrong usage; 130 after Ctrl-C. PyTorch is
 imported only once a command runs, so that help and usage errors come at once.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from monograph.model.generate import Completion
     from monograph.model.prepare import Prepared
     from monograph.model.sampling import Sampling
+    from monograph.model.tune import TuneProgress
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = ("bf16", "fp16", "fp32")
@@ -141,6 +142,24 @@ def make_parser() -> argparse.ArgumentParser:
     _add_load_options(plan)
     plan.set_defaults(command=_plan)
 
+    tune = commands.add_parser(
+        "tune",
+        prog="monograph tune",
+        help="look for faster block sizes on a GPU",
+        usage="monograph tune MODEL [options]",
+        description="Look for block sizes with which the decode step of a model is faster on this GPU, timed as it "
+        "runs, and keep them on disk. Every later load of the same shape, dtype and GPU takes them from there.",
+        epilog="The outcome holds for every --max-seq-len; with 16402 or more all lengths are timed: 64, 1,024 and "
+        "16,384. It is kept in ~/.cache/monograph/tiles, or under the folder that MONOGRAPH_CACHE_DIR names; remove "
+        "the file to go back to the defaults.",
+    )
+    _add_model(tune)
+    tune.add_argument(
+        "--seconds", type=_seconds, default=30.0, metavar="X", help="how long to look, at most (the default: 30)"
+    )
+    _add_load_options(tune)
+    tune.set_defaults(command=_tune)
+
     warm = commands.add_parser(
         "warm",
         prog="monograph warm",
@@ -236,6 +255,27 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tune(args: argparse.Namespace) -> int:
+    from monograph.model.tune_model import tune_model
+
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(LoadLine()) if sys.stderr is not None and sys.stderr.isatty() else None
+        lines = _TuneLines()
+
+        def say(progress: TuneProgress) -> None:
+            stack.close()  # the load is done: wipe its line
+            lines(progress)
+
+        options = {**_load_options(args), "seconds": args.seconds}
+        tuned = tune_model(args.model, **options, progress=line, report=say)
+    if tuned is None:
+        where = "no CUDA device here, and on a CPU" if args.device == "auto" else "on a CPU"
+        print(f"nothing to tune: {where} PyTorch runs the program, and there are no block sizes to choose")
+    else:
+        print(tuned)
+    return 0
+
+
 def _warm(args: argparse.Namespace) -> int:
     from monograph.model.warm import warm_model
 
@@ -309,6 +349,16 @@ def _usage_error(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"expected 1 to 3600, got {text}")
+    return value
+
+
+_seconds.__name__ = "number"
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -341,6 +391,22 @@ def _plain_output() -> Iterator[None]:
             yield
     finally:
         logger.removeHandler(handler)
+
+
+class _TuneLines:
+    """Says what tuning finds, and once a second how far it is."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, progress: TuneProgress) -> None:
+        if not progress.text and progress.seconds < self._next:
+            return
+        self._next = progress.seconds + 1
+        text = (
+            progress.text or f"{progress.stage} {progress.done} of {progress.total}, {progress.gain:.1%} faster so far"
+        )
+        print(f"{progress.seconds:5.1f} s: {text}", flush=True)
 
 
 class _WarningLines(logging.Handler):

@@ -139,7 +139,7 @@ def test_graphs_and_decode_scratch_are_small(llama: Step) -> None:
     scratch = sum(slot.nbytes for slot in layout.entries if slot.lifetime == "scratch" and slot.span is None)
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(tiny.DEVICE)[0]
-    graph = llama.runner._capture(llama.program.decode)  # type: ignore[attr-defined]
+    graph = llama.runner.capture(llama.program.decode)  # type: ignore[attr-defined]
     tiny.settle()
     taken = before - torch.cuda.mem_get_info(tiny.DEVICE)[0]
     del graph

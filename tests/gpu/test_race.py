@@ -64,7 +64,7 @@ def captured(decoder: Decoder, launches: tuple[Launch, ...]) -> torch.cuda.CUDAG
     with decoder.runner.context():
         run(launches, pdl=True)
     tiny.settle()
-    return decoder.runner._capture(launches)  # type: ignore[attr-defined]
+    return decoder.runner.capture(launches)  # type: ignore[attr-defined]
 
 
 def run_graphs(decoder: Decoder, prefill: torch.cuda.CUDAGraph, decode: torch.cuda.CUDAGraph) -> Run:

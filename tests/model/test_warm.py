@@ -17,6 +17,7 @@ from monograph.model.prepare import Prepared
 from monograph.model.program import Program
 from monograph.model.sampling import Sampling
 from monograph.model.state import StepState
+from monograph.model.tiles import ChosenTiles
 from monograph.model.warm import Warmed, warm_model
 from tests.checkpoints import tiny_config
 from tests.engines import write_model
@@ -50,6 +51,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Prog
     monkeypatch.setattr(warm_module, "supports_pdl", lambda device: True)
     monkeypatch.setattr(warm_module, "cache_folder", lambda: folder)
     monkeypatch.setattr(warm_module, "prepare", prepare)
+    monkeypatch.setattr(warm_module, "choose_tiles", lambda *_: ChosenTiles({"qkv": {"num_warps": 2}}, "kept"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     return asked
@@ -73,6 +75,7 @@ def test_one_layer_of_the_true_sizes(tmp_path: Path, prepared: list[tuple[Progra
     assert (4 * 16 + 2 * 2 * 16, 64) in shapes["layers.0.qkv"]
     assert (2, 96, 16) in shapes["layers.0.attention"]
     assert (96, 64) in shapes["head"]
+    assert [launch.use for launch in program.decode if launch.tile] == ["qkv"]  # in the tiles that a load will take
     assert program.decode[1].args[2].dtype == torch.bfloat16  # type: ignore[union-attr]
     assert (warmed.compiled, warmed.new_files, warmed.new_nbytes, warmed.max_seq_len) == (1, 1, 1000, 96)
     assert said == [(warmed.kernels[0], 1, 1)]

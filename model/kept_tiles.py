@@ -1,0 +1,119 @@
+"""Tuned tiles on disk: one JSON file for each key, written whole or not at all, and never believed without a look.
+
+They are in ``~/.cache/monograph/tiles``, or under the folder that MONOGRAPH_CACHE_DIR names; XDG_CACHE_HOME is heeded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from monograph.errors import ConfigError
+from monograph.model.json_file import read_json_object
+from monograph.model.tile_key import TileKey
+from monograph.model.tile_space import Tiles, faults
+
+logger = logging.getLogger("monograph")
+
+FORMAT = 1
+
+
+def tiles_folder() -> Path:
+    """Where tuned tiles are kept."""
+    own = os.environ.get("MONOGRAPH_CACHE_DIR")
+    if own:
+        return Path(own).expanduser() / "tiles"
+    shared = os.environ.get("XDG_CACHE_HOME")
+    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
+    return base / "monograph" / "tiles"
+
+
+def tiles_path(key: TileKey) -> Path:
+    """The file for a key."""
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{key.gpu} {key.shape} {key.dtype}".lower()).strip("-")
+    return tiles_folder() / f"{slug[:96]}-{key.digest}.json"
+
+
+def keep_tiles(key: TileKey, tiles: Tiles, measured: Mapping[str, Any]) -> Path:
+    """Keep tiles for later loads, in the place of any that were kept for the same key.
+
+    Args:
+        key: What they were measured for.
+        tiles: By use.
+        measured: What the measurement said: for people, not read again.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    path = tiles_path(key)
+    record = {
+        "format": FORMAT,
+        "key": asdict(key),
+        "tiles": {use: dict(tile) for use, tile in tiles.items()},
+        "measured": dict(measured),
+    }
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+            temporary = Path(file.name)
+            file.write(json.dumps(record, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"tuned tiles cannot be kept in {path.parent}: {error.strerror or error}; "
+            "set MONOGRAPH_CACHE_DIR to a folder that can be written"
+        ) from error
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink()
+    return path
+
+
+def kept_tiles(key: TileKey, multiprocessors: int) -> dict[str, dict[str, int]] | None:
+    """Tiles that were kept for a key.
+
+    Args:
+        key: What they must have been measured for.
+        multiprocessors: Of the GPU.
+
+    Returns:
+        By use; None where there are none, or only what cannot be used, which is warned of and left where it is.
+    """
+    path = tiles_path(key)
+    if not path.exists():
+        return None
+    try:
+        record = read_json_object(path, ConfigError)
+    except ConfigError as error:
+        _ignored(path, str(error).removeprefix(f"{path}: "))
+        return None
+    if record.get("format") != FORMAT:
+        _ignored(path, f"its format is {record.get('format')!r}, expected {FORMAT}")
+        return None
+    if record.get("key") != asdict(key):
+        _ignored(path, "it was measured for another GPU, model or version")
+        return None
+    found = next(faults(record.get("tiles"), multiprocessors), None)
+    if found is not None:
+        _ignored(path, found)
+        return None
+    return {use: dict(tile) for use, tile in record["tiles"].items()}
+
+
+def _ignored(path: Path, reason: str) -> None:
+    logger.warning("tuned tiles in %s are ignored: %s; 'monograph tune' writes the file anew", path, reason)
