@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from monograph.kernels.attention_mma import attention_mma, fits
 from monograph.kernels.checks import expect, expect_scalars, expect_weight_dtype
 from monograph.kernels.device import enter, leave
 from monograph.kernels.tile import TRIGGER_FIRST, Tile, ceil_power_of_two, launch_options, override
@@ -271,6 +272,10 @@ def attention(
     expect("attention", "arrivals", arrivals, (num_kv_heads,), torch.int32)
     expect("attention", "out", out, (num_q_heads, head_dim), torch.float32)
     group = num_q_heads // num_kv_heads
+    if k_cache.device.type != "cpu" and fits(head_dim, group, k_cache.dtype) and "BLOCK_T" not in (tile or {}):
+        tensors = (q, k_cache, v_cache, position, halted, partial_out, partial_lse, arrivals, out)
+        attention_mma(*tensors, scale_log2=scale * LOG2_E, pdl=pdl, tile=tile)
+        return
     block_d = max(ceil_power_of_two(head_dim), 16)
     block_w = ceil_power_of_two(group * head_dim)
     tensor_cores = k_cache.dtype != torch.float32  # which would round fp32 to TF32
