@@ -45,10 +45,10 @@ class Chat:
     """A conversation with one engine. Made by ``engine.chat()``.
 
     Each turn renders all messages with the model's template, keeps the KV rows of the longest common prefix with what
-    the cache holds, and prefills the rest; ``completion.stats`` says how many tokens each was. Going back is
-    free: no graph is touched, and rows that still belong to the conversation are not read again. An answer that was cut
-    short (its iterator closed, or Ctrl-C) stays in the history as far as it got; one that failed leaves the conversation
-    as it was before.
+    the cache holds, and prefills the rest; ``completion.stats`` says how many tokens each was. Going back is free: no
+    graph is touched, and rows that still belong to the conversation are not read again. An answer that was cut short
+    (its iterator closed, or Ctrl-C) stays in the history as far as it got; one that failed leaves the conversation as
+    it was before.
 
     Args:
         engine: The engine; chats of one engine may take turns, each re-reads what the other has overwritten.

@@ -118,7 +118,7 @@ class Decoder:
         self._cached = list(ids)
 
     def logits(self, ids: list[int], through: Literal["prefill", "decode"]) -> torch.Tensor:
-        """Teacher-forced logits, all rows: [len(ids), vocab_size] float32 on the CPU. Arguments as ``logits_pieces``."""
+        """All rows of teacher-forced logits: [len(ids), vocab_size] float32 on the CPU. See ``logits_pieces``."""
         out = torch.empty(len(ids), self.config.vocab_size, dtype=torch.float32)
         first = 0
         for piece in self.logits_pieces(ids, through):

@@ -119,12 +119,15 @@ class SessionFile:
         Raises:
             CheckpointError: There is none of that name.
         """
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if name not in self.shapes:
             raise CheckpointError(f"{self.path}: holds no {name!r}; it was written by another version")
-        with safe_open(self.path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: {name}: {error}") from error
         return tensor
 
     def _check(self, file: BinaryIO, nbytes: int) -> dict[str, Any]:
