@@ -24,23 +24,29 @@ CUT, WHOLE = 9, 30  # tokens of the second answer before the break, and in all
 
 
 def sampling(engine: mg.Engine, seed: int) -> mg.Sampling:
-    """Everything that draws and counts, and no end of text."""
+    """Everything that draws and counts; special tokens, the end of text among them, are banned."""
+    special = [i for i, token in engine.tokenizer.backend.get_added_tokens_decoder().items() if token.special]
     return mg.Sampling(
         temperature=0.9,
         top_p=0.95,
         repetition_penalty=1.1,
         presence_penalty=0.3,
         frequency_penalty=0.2,
-        logit_bias=dict.fromkeys(engine.tokenizer.eos_token_ids, -math.inf),
+        logit_bias=dict.fromkeys(special, -math.inf),
         seed=seed,
     )
 
 
-def until_the_break(engine: mg.Engine, seed: int, second: int) -> mg.Chat:
-    """Two turns, the second answer of ``second`` tokens."""
+def until_the_break(engine: mg.Engine, seed: int, second: int, *, closed: bool = False) -> mg.Chat:
+    """Two turns from a cold cache, the second answer cut after ``second`` tokens: by its limit, or by its reader."""
+    engine.generate([5], 1)
     chat = engine.chat(system="Be brief.")
     list(chat.send("Tell me about the sea.", max_new_tokens=24, sampling=sampling(engine, seed)))
-    list(chat.send("And about the shore?", max_new_tokens=second, sampling=sampling(engine, seed)))
+    limit = WHOLE if closed else second
+    pieces = chat.send("And about the shore?", max_new_tokens=limit, sampling=sampling(engine, seed))
+    for made, _ in enumerate(pieces, start=1):
+        if closed and made == second:
+            pieces.close()
     return chat
 
 

@@ -21,8 +21,9 @@ from tests import session_process
 from tests.checkpoints import tiny_config, tiny_tensors
 from tests.engines import tiny_engine, write_model
 
-NEVER_ENDS = mg.Sampling(logit_bias={2: -math.inf}, seed=5)
-PENALISED = mg.Sampling(logit_bias={2: -math.inf}, temperature=0.8, presence_penalty=0.4, seed=5)
+NO_SPECIAL = dict.fromkeys(range(3), -math.inf)
+NEVER_ENDS = mg.Sampling(logit_bias=NO_SPECIAL, seed=5)
+PENALISED = mg.Sampling(logit_bias=NO_SPECIAL, temperature=0.8, presence_penalty=0.4, seed=5)
 
 
 @pytest.fixture
