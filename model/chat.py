@@ -83,6 +83,12 @@ class Chat:
         """User messages in the conversation."""
         return len(turn_starts(self.messages))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the last answer took the arena's last token."""
+        last = self._standing()
+        return last is not None and len(last.ids) >= self._engine.capacity.max_seq_len
+
     def send(
         self,
         content: str,

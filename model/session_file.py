@@ -9,6 +9,7 @@ runs nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -65,7 +66,7 @@ def write(path: Path, session: dict[str, Any], entries: Iterable[Entry]) -> None
     """
     path = Path(os.path.realpath(path))
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     entries = list(entries)
     header = _header(session, entries)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")

@@ -134,13 +134,14 @@ class Turn:
             yield from self._read(self._streams[-1])
             made = self._streams[-1].completion
             self._answer_ids += made.token_ids
+            if made.finish_reason != "length" or not self._trims_allowed or not self._is_full():
+                return
             budget = self._budget()
-            is_full = self._num_tokens() >= self._engine.capacity.max_seq_len if self._trims_allowed else False
-            if made.finish_reason != "length" or not is_full or budget == 0 or not self._trim():
+            if budget == 0 or not self._trim():
                 return
             self._announce(self.trims[-1])
-            if self._num_tokens() >= self._engine.capacity.max_seq_len:
-                return  # this turn alone fills the arena
+            if self._is_full():
+                return  # by this turn alone
             self._sampling = made.stats.sampling
             self._streams.append(self._stream(budget))
 
@@ -184,17 +185,18 @@ class Turn:
 
     def _budget(self) -> int | None:
         """Tokens that the answer may still have; None for no limit but the arena's."""
-        most = self._max_new_tokens
-        if most is None and self._trims_allowed:
-            most = self._engine.defaults.max_new_tokens
+        most = self._engine.defaults.max_new_tokens if self._max_new_tokens is None else self._max_new_tokens
         return None if most is None else max(0, most - sum(len(s.completion.token_ids) for s in self._streams))
 
     def _num_tokens(self) -> int:
         return len(self.prompt.ids) + len(self._answer_ids)
 
+    def _is_full(self) -> bool:
+        return self._num_tokens() >= self._engine.capacity.max_seq_len
+
     def _check_room(self) -> None:
         tokens, limit = self._num_tokens(), self._engine.capacity.max_seq_len
-        if tokens >= limit:
+        if self._is_full():
             way_out = "" if self._trims_allowed else ", or chat with on_full='trim', which drops the oldest turns"
             raise PromptError(
                 f"the conversation has {tokens:,} tokens and leaves no room in max_seq_len {limit:,}; shorten it, or "

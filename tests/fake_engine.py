@@ -7,14 +7,17 @@ input is.
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import monograph
-from monograph.model.chat import Chat
+from monograph.model.chat import Chat, ChatState
 from monograph.model.generate import Chunk, Completion, FinishReason, Stats
+from monograph.model.transcript import Transcript
 from monograph.model.turn import OnFull
 
 END = 0
@@ -137,6 +140,16 @@ class FakeEngine:
 
     def chat(self, system: str | None = None, *, on_full: OnFull = "length") -> Chat:
         return Chat(self, system, on_full=on_full)  # type: ignore[arg-type]
+
+    def save_chat(self, state: ChatState, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(state.messages))
+
+    def load_chat(self, path: str | Path) -> Chat:
+        try:
+            messages = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise monograph.CheckpointError(f"{path}: No such file or directory") from None
+        return Chat.of_state(self, ChatState(messages, "length", Transcript(), None))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.closed = True

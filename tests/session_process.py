@@ -113,8 +113,13 @@ def _raw(tensor: torch.Tensor) -> bytes:
 def main(action: str, model: str, device: str, dtype: str, folder: str) -> None:
     """What ``in_a_process`` starts."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    found = None
     with mg.load(model, device=device, dtype=dtype, max_seq_len=256) as engine:
-        print(json.dumps(save(engine, Path(folder)) if action == "save" else go_on(engine, Path(folder))))
+        if action == "save":
+            save(engine, Path(folder))
+        else:
+            found = go_on(engine, Path(folder))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
