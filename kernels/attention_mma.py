@@ -67,9 +67,7 @@ def _combine(
             mask = inside & (split < active)
             # .cg: other programs wrote them during this launch
             lses += (gl.load(lse_ptr + split * NUM_Q_HEADS, mask=mask, other=LOWEST, cache_modifier=".cg"),)
-            parts += (
-                gl.load(part_ptr + split * (NUM_Q_HEADS * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg"),
-            )
+            parts += (gl.load(part_ptr + split * (NUM_Q_HEADS * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg"),)
         new_top = top
         for i in gl.static_range(STEP):
             new_top = gl.maximum(new_top, lses[i])
@@ -128,9 +126,9 @@ def _attention_mma_kernel(
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
 
     if gl.load(halted_ptr) != 0:
-        if PDL > 0:
-            if (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
-                tl.extra.cuda.gdc_wait()
+        first = (gl.program_id(0) == 0) & (gl.program_id(1) == 0)
+        if PDL > 0 and first:
+            tl.extra.cuda.gdc_wait()
         return
     kv_head = gl.program_id(0)
     split = gl.program_id(1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from monograph.model.program import build_program, run, with_tiles
 from monograph.model.runner import LaunchRunner, Runner
 from monograph.model.sampling import Sampling
 from monograph.model.state import StepState
+
+Result = TypeVar("Result")
 
 
 class Decoder:
@@ -94,7 +96,14 @@ class Decoder:
         self.runner.capture_all(self.program)
 
     def answer(
-        self, ids: list[int], *, reuse: bool, position_limit: int, stop_ids: Sequence[int], sampling: Sampling
+        self,
+        ids: list[int],
+        *,
+        reuse: bool,
+        position_limit: int,
+        stop_ids: Sequence[int],
+        sampling: Sampling,
+        answered: int = 0,
     ) -> Answer:
         """Prepare an answer; nothing runs until its tokens are asked for.
 
@@ -104,60 +113,85 @@ class Decoder:
             position_limit: Prompt and answer together end here.
             stop_ids: Token ids that end the answer.
             sampling: Effective settings.
+            answered: How many of the last ``ids`` are the answer's beginning.
         """
         return Answer(
             self.runner,
             self.state,
             ids,
-            reused=min(longest_common_prefix(ids, self._cached), len(ids) - 1) if reuse else 0,
+            reused=min(self.cached_prefix(ids), len(ids) - 1) if reuse else 0,
             position_limit=position_limit,
             chunk_rows=self.capacity.chunk_rows,
             stop_ids=stop_ids,
             sampling=sampling,
+            answered=answered,
         )
+
+    def cached_prefix(self, ids: Sequence[int]) -> int:
+        """For how many leading tokens of ``ids`` the cache holds keys and values."""
+        return longest_common_prefix(ids, self._cached)
 
     def remember(self, ids: Sequence[int]) -> None:
         """Say which tokens' keys and values the cache holds; () if it cannot be trusted."""
         self._cached = list(ids)
 
-    @torch.no_grad()  # not inference mode: the caller may go on computing with the result
     def logits(self, ids: list[int], through: Literal["prefill", "decode"]) -> torch.Tensor:
-        """Teacher-forced logits, launch by launch.
+        """All rows of teacher-forced logits: [len(ids), vocab_size] float32 on the CPU. See ``logits_pieces``."""
+        out = torch.empty(len(ids), self.config.vocab_size, dtype=torch.float32)
+        first = 0
+        for piece in self.logits_pieces(ids, through):
+            out[first : first + len(piece)] = piece
+            first += len(piece)
+        return out
+
+    def logits_pieces(
+        self, ids: list[int], through: Literal["prefill", "decode"]
+    ) -> Generator[torch.Tensor, None, None]:
+        """Teacher-forced logits, launch by launch, in pieces. Nothing else may run until the iterator has ended.
 
         Args:
             ids: At least one token, at most ``max_seq_len``.
             through: Which pass makes them.
 
-        Returns:
-            [len(ids), vocab_size] float32 on the CPU.
+        Yields:
+            [rows, vocab_size] float32 on the CPU, at most ``logits_rows`` rows at a time, in order.
         """
-        out = torch.empty(len(ids), self.config.vocab_size, dtype=torch.float32)
         self._cached = []
-        with self.runner.context():
-            self.state.begin_rows(ids, 0)
-            (self._prefill_logits if through == "prefill" else self._decode_logits)(out)
-            self.state.halt()
-        self._cached = ids
-        return out
+        work = self._prefill_logits(len(ids)) if through == "prefill" else self._decode_logits(len(ids))
+        try:
+            self._beside_passes(lambda: self.state.begin_rows(ids, 0))
+            while (piece := self._beside_passes(lambda: next(work, None))) is not None:
+                yield piece
+            self._cached = ids
+        finally:
+            if "state" in self.__dict__:  # closed meanwhile: nothing to halt
+                self._beside_passes(self.state.halt)
 
-    def _prefill_logits(self, out: torch.Tensor) -> None:
+    def _beside_passes(self, work: Callable[[], Result]) -> Result:
+        """Do work in order with the passes. Not inference mode: a caller may go on computing with the result."""
+        with self.runner.context(), torch.no_grad():
+            return work()
+
+    def _prefill_logits(self, count: int) -> Iterator[torch.Tensor]:
         chunk, piece = self.capacity.chunk_rows, self.capacity.logits_rows
         made = self.arena.view("logits_rows")
-        for start in range(0, len(out), chunk):
+        for start in range(0, count, chunk):
             self.state.set_position(start)
             run(self.program.prefill_layers, self.runner.pdl)
-            for first in range(0, min(chunk, len(out) - start), piece):
+            for first in range(0, min(chunk, count - start), piece):
                 self.state.set_first_row(first)
                 run(self.program.prefill_logits, self.runner.pdl)
-                rows = out[start + first : min(start + chunk, start + first + piece)]
-                rows.copy_(made[: len(rows)])
+                yield made[: min(piece, chunk - first, count - start - first)].to("cpu", copy=True)
 
-    def _decode_logits(self, out: torch.Tensor) -> None:
-        made = self.arena.view("logits")
-        for position, row in enumerate(out):
-            self.state.set_position(position)
-            run(self.program.decode_logits, self.runner.pdl)
-            row.copy_(made)
+    def _decode_logits(self, count: int) -> Iterator[torch.Tensor]:
+        made, piece = self.arena.view("logits"), self.capacity.logits_rows
+        for first in range(0, count, piece):
+            rows = torch.empty(min(piece, count - first), self.config.vocab_size, dtype=torch.float32)
+            for i, row in enumerate(rows):
+                self.state.set_position(first + i)
+                run(self.program.decode_logits, self.runner.pdl)
+                row.copy_(made)
+            yield rows
 
     def close(self) -> None:
         """End what is in flight and free everything. Twice does no harm."""

@@ -35,6 +35,11 @@ class Stats:
     sampling: Sampling
 
     @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of the prompt that were read for this answer: all that were not reused."""
+        return self.prompt_tokens - self.reused_tokens
+
+    @property
     def tokens_per_s(self) -> float:
         """Decode speed: tokens after the first over the time they took; 0.0 when there were none."""
         return (self.completion_tokens - 1) / (self.decode_ms / 1e3) if self.decode_ms > 0 else 0.0
@@ -80,9 +85,11 @@ class Answer:
         chunk_rows: Prompt tokens of one prefill pass.
         stop_ids: Token ids that end the answer.
         sampling: Effective settings.
+        answered: How many of the last ``ids`` are the answer's beginning. Where the cache holds all but the newest of
+            them, the answer goes on with a decode step, to the bit as if it had never stopped.
 
     Attributes:
-        token_ids: The answer so far.
+        token_ids: The answer so far, without what it began with.
         finish_reason: Why it ended; None while it has not.
     """
 
@@ -97,11 +104,14 @@ class Answer:
         chunk_rows: int,
         stop_ids: Sequence[int],
         sampling: Sampling,
+        answered: int = 0,
     ) -> None:
         assert 0 <= reused < len(ids) < position_limit, (reused, len(ids), position_limit)
+        assert 0 <= answered < len(ids), (answered, len(ids))
         self._runner, self._state = runner, state
         self._ids, self._reused, self._sampling = ids, reused, sampling
         self._position_limit, self._chunk_rows, self._stop_ids = position_limit, chunk_rows, tuple(stop_ids)
+        self._answered = answered
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._started = self._first = self._last = 0.0
@@ -118,10 +128,10 @@ class Answer:
         self._started = time.perf_counter()
         try:
             with self._runner.context():
-                self._state.begin(self._ids, self._reused, self._position_limit, self._stop_ids, self._sampling)
-                for _ in range(self._reused, len(self._ids), self._chunk_rows):
-                    self._runner.prefill()
-            submitted = len(self._ids)  # position of the newest token that a submitted pass will make
+                self._state.begin(
+                    self._ids, self._reused, self._position_limit, self._stop_ids, self._sampling, self._answered
+                )
+                submitted = self._prefill()
             for position in range(len(self._ids), self._position_limit):
                 submitted = self._submit(submitted, position + self._runner.run_ahead)
                 self._runner.wait(position)
@@ -139,6 +149,14 @@ class Answer:
         finally:
             self._state.cancel()
             self._runner.drain()
+
+    def _prefill(self) -> int:
+        """Submit the prompt. Returns the position of the newest token that a submitted pass will make."""
+        if self._answered and self._reused == len(self._ids) - 1:
+            return self._reused  # the first decode step reads the newest token, as it would have done then
+        for _ in range(self._reused, len(self._ids), self._chunk_rows):
+            self._runner.prefill()
+        return len(self._ids)
 
     def _submit(self, submitted: int, target: int) -> int:
         target = min(target, self._position_limit - 1)

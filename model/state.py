@@ -58,7 +58,13 @@ class StepState:
         self._push()
 
     def begin(
-        self, ids: Sequence[int], start: int, position_limit: int, stop_ids: Sequence[int], sampling: Sampling
+        self,
+        ids: Sequence[int],
+        start: int,
+        position_limit: int,
+        stop_ids: Sequence[int],
+        sampling: Sampling,
+        answered: int = 0,
     ) -> None:
         """Set up one answer: the next prefill launch takes the prompt from ``start``.
 
@@ -68,6 +74,7 @@ class StepState:
             position_limit: The answer ends when prompt and answer are this many tokens.
             stop_ids: Token ids that end the answer, at most MAX_STOP_IDS.
             sampling: Effective settings, nothing left open.
+            answered: How many of the last ``ids`` are an answer's beginning rather than its prompt.
         """
         self._cancel[0] = 0
         self._outbox_status[0] = 0
@@ -76,7 +83,7 @@ class StepState:
         self._knobs["stop_ids"][: len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int32)
         self._set_sampling(sampling)
         if sampling.uses_penalties:
-            self._set_counts(ids)
+            self._set_counts(ids, answered)
         self.begin_rows(ids, start)
 
     def begin_rows(self, ids: Sequence[int], start: int) -> None:
@@ -126,12 +133,12 @@ class StepState:
         used = (USE_LOGIT_BIAS if sampling.logit_bias else 0) | (USE_PENALTIES if sampling.uses_penalties else 0)
         self._set("processors", used)
 
-    def _set_counts(self, ids: Sequence[int]) -> None:
-        """Set the token counts that penalties read: of the prompt, and of an answer that is still empty."""
-        context = self._arena.view("context_counts")
-        seen = torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=context.shape[0])
-        context.copy_(seen.to(torch.int32))
-        self._arena.view("output_counts").zero_()
+    def _set_counts(self, ids: Sequence[int], answered: int) -> None:
+        """Set the token counts that penalties read: of prompt and answer, and of what there is of the answer."""
+        for name, counted in (("context_counts", ids), ("output_counts", ids[len(ids) - answered :])):
+            counts = self._arena.view(name)
+            seen = torch.bincount(torch.tensor(counted, dtype=torch.int64), minlength=counts.shape[0])
+            counts.copy_(seen.to(torch.int32))
 
     def _set(self, name: str, value: float) -> None:
         self._knobs[name].fill_(value)

@@ -7,14 +7,18 @@ input is.
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import monograph
-from monograph.model.chat import Chat
+from monograph.model.chat import Chat, ChatState
 from monograph.model.generate import Chunk, Completion, FinishReason, Stats
+from monograph.model.transcript import Transcript
+from monograph.model.turn import OnFull
 
 END = 0
 
@@ -26,9 +30,19 @@ class FakeTokenizer:
         self.chat_template = chat_template
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        return [ord(c) for c in "\n".join(f"{m['role']}: {m['content']}" for m in messages)]
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, tokenize: bool = True
+    ) -> list[int] | str:
+        text = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+        return self.encode(text) if tokenize else text
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return chr(token_id)
 
 
 class FakeStream:
@@ -102,8 +116,16 @@ def answer(question: str, prompt: str) -> Iterator[str]:
         yield from ("You said: ", question, ".")
 
 
+class FakeCapacity:
+    """Room for any conversation of a test."""
+
+    max_seq_len = 1 << 20
+
+
 class FakeEngine:
     """What ``monograph.load`` returns here; remembers what it was asked."""
+
+    capacity = FakeCapacity()
 
     def __init__(self, chat_template: str | None = "a template", **options: Any) -> None:
         self.options = options
@@ -116,8 +138,18 @@ class FakeEngine:
         self.asked.append({"prompt": text, "was_ids": not isinstance(prompt, str), **options})
         return FakeStream(text, options.get("max_new_tokens"), options.get("sampling"))
 
-    def chat(self, system: str | None = None) -> Chat:
-        return Chat(self, system)  # type: ignore[arg-type]
+    def chat(self, system: str | None = None, *, on_full: OnFull = "length") -> Chat:
+        return Chat(self, system, on_full=on_full)  # type: ignore[arg-type]
+
+    def save_chat(self, state: ChatState, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(state.messages))
+
+    def load_chat(self, path: str | Path) -> Chat:
+        try:
+            messages = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise monograph.CheckpointError(f"{path}: No such file or directory") from None
+        return Chat.of_state(self, ChatState(messages, "length", Transcript(), None))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.closed = True

@@ -465,3 +465,44 @@ def test_plan_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str], monk
     assert main(["plan", model, "--device", "cpu", "--max-seq-len", str(longest)]) == 0
     assert main(["plan", model, "--device", "cpu", "--max-seq-len", str(longest + 1)]) == 1
     capsys.readouterr()
+
+
+def test_chat_saves_and_goes_on(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.session"
+    pipe_in(monkeypatch, b"hello\n")
+    assert main(["chat", "m", "--system", "Be brief.", "--save", str(path)]) == 0
+    pipe_in(monkeypatch, b"history\n")
+    assert main(["chat", "m", "--load", str(path), "--on-full", "trim"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1] == "system: Be brief. | user: hello | assistant: You said: hello. | user: history"
+    assert err == ""
+    pipe_in(monkeypatch, b"hello\n")
+    assert main(["chat", "m", "--load", str(tmp_path / "missing")]) == 1
+    assert capsys.readouterr().err == f"monograph: {tmp_path / 'missing'}: No such file or directory\n"
+    pipe_in(monkeypatch, b"hello\n")
+    assert main(["chat", "m", "--save", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"monograph: {tmp_path}: Is a directory")
+    for arguments in (["--load", "f", "--system", "s"], ["--on-full", "stop"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["chat", "m", *arguments])
+        assert caught.value.code == 2
+
+
+def test_trim_is_announced_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On the real model, with room for two short turns."""
+    saved = str(tmp_path / "f")
+    arguments = ["chat", str(smollm2.path()), "--device", "cpu", "--max-seq-len", "80", "--max-new-tokens", "16"]
+    pipe_in(monkeypatch, b"Name a colour.")
+    assert main([*arguments, "--save", saved]) == 0
+    pipe_in(monkeypatch, b"Name another colour, and tell me in one sentence where it can be seen in nature.")
+    assert main([*arguments, "--load", saved, "--on-full", "trim"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) >= 2
+    warning = (
+        r"the conversation \(\d+ tokens\) fills max_seq_len 80: dropped its oldest turn; \d+ tokens left, read anew"
+    )
+    assert re.fullmatch(rf"monograph: warning: {warning}\n", err), err

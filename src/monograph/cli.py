@@ -23,6 +23,7 @@ from monograph.chat.terminal import INTERRUPTED, LoadLine, complain, converse, s
 from monograph.errors import MonographError, PromptError
 
 if TYPE_CHECKING:
+    from monograph.model.chat import Chat
     from monograph.model.engine import Engine
     from monograph.model.generate import Completion
     from monograph.model.prepare import Prepared
@@ -82,7 +83,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def _in_flags(message: str) -> str:
     """A message in the words of the command line: "pass max_seq_len=64" becomes "pass --max-seq-len 64"."""
     return re.sub(
-        rf"\b({'|'.join(LOAD_OPTIONS)})=(['\"]?)([\w:.-]*)\2",
+        rf"\b({'|'.join((*LOAD_OPTIONS, 'on_full'))})=(['\"]?)([\w:.-]*)\2",
         lambda match: f"--{match[1].replace('_', '-')} {match[3]}".strip(),
         message,
     )
@@ -104,11 +105,20 @@ def make_parser() -> argparse.ArgumentParser:
         prog="monograph chat",
         help="talk with a model",
         usage="monograph chat MODEL [options]",
-        description="Talk with a model. Ctrl-C ends an answer, Ctrl-D leaves. Standard input that is no terminal "
-        "is one message, answered once.",
+        description="Talk with a model. Ctrl-C ends an answer, Ctrl-D leaves, /help lists what else can be typed. "
+        "Standard input that is no terminal is one message, answered once.",
     )
     _add_model(chat)
     chat.add_argument("--system", type=_text, metavar="TEXT", help="system message")
+    chat.add_argument("--load", metavar="FILE", help="go on with a conversation that was saved")
+    chat.add_argument("--save", metavar="FILE", help="save the conversation at the end")
+    chat.add_argument(
+        "--on-full",
+        choices=("length", "trim"),
+        default="length",
+        metavar="WHAT",
+        help="when max_seq_len is reached: length ends, trim drops the oldest turns (the default: length)",
+    )
     _add_answer_options(chat)
     _add_load_options(chat)
     chat.set_defaults(command=_chat)
@@ -213,19 +223,34 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    from monograph.chat.commands import Prompt, save
+
+    if args.load is not None and args.system is not None:
+        _usage_error("--system begins a conversation, and --load goes on with one that has begun")
     message = None if sys.stdin is not None and sys.stdin.isatty() else _read_stdin()
     options = {**_answer_options(args), "sampling": _sampling(args)}
     with _load(args) as engine:
         if engine.tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; 'monograph generate' continues a prompt without one")
-        chat = engine.chat(system=args.system)
+
+        def load(path: str) -> Chat:
+            loaded = engine.load_chat(path)
+            loaded.on_full = args.on_full
+            return loaded
+
+        chat = engine.chat(args.system, on_full=args.on_full) if args.load is None else load(args.load)
+        prompt = Prompt(chat, options, load)
+        status = 0
         if message is None:
-            return converse(chat, options, stats=args.stats)
-        with contextlib.closing(chat.send(message, **options)) as pieces:
-            show(pieces)
-        if args.stats and chat.completion is not None:
-            show_stats(chat.completion.stats)
-    return 0
+            status = converse(prompt, stats=args.stats)
+        else:
+            with contextlib.closing(chat.send(message, **options)) as pieces:
+                show(pieces)
+            if args.stats and chat.completion is not None:
+                show_stats(chat.completion.stats)
+        if args.save is not None:
+            save(prompt.chat, args.save)
+    return status
 
 
 def _generate(args: argparse.Namespace) -> int:

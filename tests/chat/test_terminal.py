@@ -107,6 +107,27 @@ def test_conversation(terminal: Terminal) -> None:
     assert terminal.status() == 0
 
 
+def test_commands(terminal: Terminal) -> None:
+    """An answer comes with its stats, a note without; a fault costs nothing; Ctrl-C cuts an answer, which can go on."""
+    stats = "prompt 29 tokens, first token 12.5 ms, answer 3 tokens at 25.0 tokens/s\r\n"
+    assert terminal.ask("hello") == f"You said: hello.\r\n{stats}"
+    assert terminal.ask("/regenerate") == f"You said: hello.\r\n{stats}"
+    assert terminal.ask("/edit 1 halls") == f"You said: halls.\r\n{stats}"
+    assert terminal.ask("/undo 2") == "monograph: rewind: expected a number of turns from 1 to 1, got 2\r\n"
+    assert terminal.ask("/save /missing/f") == "monograph: /missing/f: No such file or directory\r\n"
+    assert terminal.ask("/undo") == "(took back 1 turn; 0 turns left)\r\n"
+    assert terminal.ask("/what").startswith("monograph: there is no command /what; /help lists them")
+    assert "/continue" in terminal.ask("/help")
+    terminal.type(CTRL_D)
+    assert terminal.status() == 0
+
+
+def test_a_cut_answer_says_how_to_go_on() -> None:
+    with Terminal("--max-new-tokens", "2") as terminal:
+        terminal.read_until("> ")
+        assert terminal.ask("hello") == "You said: hello\r\n(cut off: /continue goes on)\r\n"
+
+
 def test_b33_interrupted_answers(terminal: Terminal) -> None:
     """Ctrl-C in prefill leaves no trace of the turn; in an answer it keeps what was said; the session goes on."""
     terminal.type("prefill\n")

@@ -10,14 +10,14 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from monograph.errors import MonographError
 
 if TYPE_CHECKING:
-    from monograph.model.chat import Chat
+    from monograph.chat.commands import Prompt
     from monograph.model.generate import Stats
 
 PROMPT = "> "
@@ -151,12 +151,11 @@ def _ticks() -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def converse(chat: Chat, send_options: Mapping[str, Any], *, stats: bool = False) -> int:
+def converse(prompt: Prompt, *, stats: bool = False) -> int:
     """Talk until the user leaves.
 
     Args:
-        chat: The conversation.
-        send_options: Keyword arguments of ``chat.send``.
+        prompt: Takes the lines.
         stats: Whether to say after each answer what it took.
 
     Returns:
@@ -182,14 +181,16 @@ def converse(chat: Chat, send_options: Mapping[str, Any], *, stats: bool = False
                 continue
             asked = False
             if line.strip():
-                _turn(chat, line, send_options, interrupts, stats)
+                _turn(prompt, line, interrupts, stats)
 
 
-def _turn(chat: Chat, line: str, send_options: Mapping[str, Any], interrupts: Interrupts, stats: bool) -> None:
+def _turn(prompt: Prompt, line: str, interrupts: Interrupts, stats: bool) -> None:
     with contextlib.ExitStack() as cleanup:
         try:
             with interrupts.span():
-                pieces = chat.send(line, **send_options)
+                pieces = prompt.take(line)
+                if pieces is None:
+                    return
                 cleanup.callback(pieces.close)
                 show(pieces)
         except KeyboardInterrupt:
@@ -197,5 +198,9 @@ def _turn(chat: Chat, line: str, send_options: Mapping[str, Any], interrupts: In
         except MonographError as error:
             complain(error)  # the turn left no trace in the conversation, which goes on
             return
-    if stats and chat.completion is not None:
-        show_stats(chat.completion.stats)
+    completion = prompt.chat.completion
+    if completion is not None and completion.finish_reason == "length":
+        full = "max_seq_len is reached: /undo takes turns back, --on-full trim drops the oldest"
+        print(f"({full if prompt.chat.is_full else 'cut off: /continue goes on'})", file=sys.stderr, flush=True)
+    if stats and completion is not None:
+        show_stats(completion.stats)
