@@ -3,8 +3,8 @@
 Every figure is the median over processes of its own; this process imports neither PyTorch nor Triton, so that it maps
 none of their files. The steps:
 
-- "import": `import torch` alone; with the garbage collector off; CPU time of user and system beside the wall clock; page
-  faults; modules without a compiled file on disk (Python compiles those at every start).
+- "import": `import torch` alone; with the garbage collector off; CPU time of user and system beside the wall clock;
+  page faults; modules without a compiled file on disk (Python compiles those at every start).
 - "libraries": each shared library that `import torch` loads, by `dlopen`, in the order in which it does that itself.
 - "cuda": the driver and the device's primary context through the driver's own library, and through PyTorch.
 - "triton": its import, and the hash of its own files before the first kernel.
