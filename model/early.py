@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,7 +84,7 @@ class Beginning:
         for thread in self._threads:
             thread.join()
 
-    def _begin(self, work: Any) -> None:
+    def _begin(self, work: Callable[[], object]) -> None:
         def quietly() -> None:
             with suppress(Exception):
                 work()
@@ -199,7 +199,7 @@ def _driver() -> Any:
 def _start_cuda(driver: Any, gpu: int) -> bool:
     """Start the driver and hold the device's primary context, the one that PyTorch uses, until the process ends."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    calls = (
+    calls: tuple[Callable[[], int], ...] = (
         lambda: driver.cuInit(0),
         lambda: driver.cuDeviceGet(ctypes.byref(device), gpu),
         lambda: driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
