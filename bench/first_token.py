@@ -15,6 +15,7 @@ def main() -> None:
     import argparse
     import dataclasses
     import json
+    import os
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model")
@@ -27,42 +28,30 @@ def main() -> None:
     times = {"interpreter_s": BEGAN - args.spawned}
     started = time.monotonic()
 
-    import torch
-
-    times["torch_s"] = time.monotonic() - started
-    started = time.monotonic()
-
     import monograph as mg
-    from monograph.kernels.triton_import import triton
-    from monograph.model.sampling import Sampling
 
-    load = mg.load  # imports it
-    times["imports_s"] = time.monotonic() - started
-    compiled: list[str] = []
-
-    def listen(*, src: object, cache_hit: bool, **_: object) -> None:
-        if not cache_hit:
-            compiled.append(str(getattr(src, "name", src)))
-
-    if hasattr(triton, "knobs"):  # absent where Triton is
-        triton.knobs.compilation.listener = listen
+    load = mg.load  # imports PyTorch when it is called, as for everybody
+    package_s = time.monotonic() - started
     engine = load(args.model, device=args.device, dtype=args.dtype, max_seq_len=args.max_seq_len)
     prompt = [7919 * i % engine.config.vocab_size for i in range(1, args.prompt_tokens + 1)]
-    answer = engine.generate(prompt, 1, sampling=Sampling(temperature=0.0))
+    answer = engine.generate(prompt, 1, sampling=mg.Sampling(temperature=0.0))
     total_s = time.monotonic() - args.spawned
+    stats = dataclasses.asdict(engine.load_stats)
+    prepared = getattr(engine._decoder.runner, "prepared", [])
     print(
         json.dumps(
             {
                 **times,
-                **dataclasses.asdict(engine.load_stats),
+                **stats,
+                "import_s": package_s + stats["import_s"],
                 "first_token_ms": answer.stats.first_token_ms,
                 "process_s": total_s,
                 "token": answer.token_ids[0],
-                "compiled_names": compiled,
+                "compiled_names": [kernel.name for kernel in prepared if kernel.compiled],
                 "device": engine.device.type,
                 "dtype": str(engine.capacity.dtype).removeprefix("torch."),
                 "max_seq_len": engine.capacity.max_seq_len,
-                "threads": torch.get_num_threads(),
+                "early": os.environ.get("MONOGRAPH_EARLY") != "0",
             }
         ),
         flush=True,

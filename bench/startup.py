@@ -1,7 +1,8 @@
 """Start-up: from the start of a process to its first token, by phase, with kernels to compile and without.
 
 Every figure is of a process of its own. "cold" starts with an empty folder for Triton's cache, "warm" with one that
-`monograph warm` has filled; on a CPU there are no kernels and one kind of start. The model's files are in the page
+`monograph warm` has filled; on a CPU there are no kernels and one kind of start. "warm" is measured in turn with and
+without what is begun before PyTorch is imported (the variable MONOGRAPH_EARLY). The model's files are in the page
 cache, and this process leaves the GPU alone, so that it keeps nothing awake for those that are measured. "ms" is the
 time from the call that starts the process until the token is on the host. A start is right ("ok") if its token is that
 of every other start, and if after `monograph warm` nothing was compiled and no file was added to the cache.
@@ -40,8 +41,7 @@ from monograph.model.layout import Capacity, plan_layout
 
 PHASES = (
     "interpreter_s",
-    "torch_s",
-    "imports_s",
+    "import_s",
     "open_s",
     "tokenizer_s",
     "plan_s",
@@ -53,6 +53,7 @@ PHASES = (
 COLUMNS = {
     "model": "model:",
     "cache": "cache:",
+    "early": "early:",
     "ms": "ms:,.0f",
     "p20_ms": "p20:,.0f",
     "p80_ms": "p80:,.0f",
@@ -92,18 +93,19 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
 
 
-def start(model: str, options: Sequence[str], cache: Path | None) -> dict[str, Any]:
+def start(model: str, options: Sequence[str], cache: Path | None, early: bool = True) -> dict[str, Any]:
     """Start a process, let it answer with one token, and return what it reports.
 
     Args:
         model: What it loads.
         options: More arguments of bench/first_token.py.
         cache: Folder for Triton's cache; None for the usual one.
+        early: Whether libraries and GPU are begun with before PyTorch is imported.
     """
     before = _files(cache)
     script = ROOT / "bench" / "first_token.py"
     command = [sys.executable, str(script), model, *options, "--spawned", repr(time.monotonic())]
-    found: dict[str, Any] = json.loads(_run(command, cache).splitlines()[-1])
+    found: dict[str, Any] = json.loads(_run(command, cache, early).splitlines()[-1])
     return {**found, "new_files": len(_files(cache) - before)}
 
 
@@ -132,6 +134,7 @@ def row(model: str, cache: str | None, starts: list[dict[str, Any]], token: int,
         "graphs": 0 if starts[0]["device"] == "cpu" else 2,
         "verdict": verdict(cache, starts, token),
         "cache": cache,
+        "early": starts[0]["early"],
         "starts": len(starts),
         **{phase: round(median(phase), 4) for phase in PHASES},
         "load_s": round(median("total_s"), 4),
@@ -174,15 +177,18 @@ def measure(name: str, model: str, options: Sequence[str], seq_len: int, rounds:
         if first["device"] == "cpu":
             return [row(name, None, [start(model, asked, None) for _ in range(rounds)], first["token"], seq_len)]
         warm_s = warm(model, options, Path(warmed))
-        starts = [start(model, asked, Path(warmed)) for _ in range(rounds)]
-    rows = [row(name, kind, of, first["token"], seq_len) for kind, of in (("cold", [first]), ("warm", starts))]
+        pairs = [[start(model, asked, Path(warmed), early) for early in (True, False)] for _ in range(rounds)]
+    kinds = ("cold", [first]), ("warm", [pair[0] for pair in pairs]), ("warm", [pair[1] for pair in pairs])
+    rows = [row(name, kind, of, first["token"], seq_len) for kind, of in kinds]
     rows[1]["warm_s"] = round(warm_s, 3)
     return rows
 
 
-def _run(command: Sequence[str], cache: Path | None) -> str:
+def _run(command: Sequence[str], cache: Path | None, early: bool = True) -> str:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths} | ({} if cache is None else {"TRITON_CACHE_DIR": str(cache)})
+    environment = {**os.environ, "PYTHONPATH": paths, "MONOGRAPH_EARLY": str(int(early))}
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stderr[-4000:]}")

@@ -17,13 +17,18 @@ from __future__ import annotations
 
 import torch
 
-from monograph.kernels.attention_mma import attention_mma, fits
+from monograph.kernels.attention_mma import LOG2_E, attention_mma, attention_mma_torch
 from monograph.kernels.checks import expect, expect_scalars, expect_weight_dtype
 from monograph.kernels.device import enter, leave
-from monograph.kernels.tile import TRIGGER_FIRST, Tile, ceil_power_of_two, launch_options, override
+from monograph.kernels.tile import (
+    TRIGGER_FIRST,
+    Tile,
+    ceil_power_of_two,
+    launch_options,
+    one_instruction_fits,
+    override,
+)
 from monograph.kernels.triton_import import tl, triton
-
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -272,9 +277,13 @@ def attention(
     expect("attention", "arrivals", arrivals, (num_kv_heads,), torch.int32)
     expect("attention", "out", out, (num_q_heads, head_dim), torch.float32)
     group = num_q_heads // num_kv_heads
-    if k_cache.device.type != "cpu" and fits(head_dim, group, k_cache.dtype) and "BLOCK_T" not in (tile or {}):
+    if (
+        k_cache.device.type != "cpu"
+        and one_instruction_fits(head_dim, group, k_cache.dtype)
+        and "BLOCK_T" not in (tile or {})
+    ):
         tensors = (q, k_cache, v_cache, position, halted, partial_out, partial_lse, arrivals, out)
-        attention_mma(*tensors, scale_log2=scale * LOG2_E, pdl=pdl, tile=tile)
+        attention_mma(*tensors, scale=scale, pdl=pdl, tile=tile)
         return
     block_d = max(ceil_power_of_two(head_dim), 16)
     block_w = ceil_power_of_two(group * head_dim)
@@ -340,12 +349,4 @@ def attention_torch(
     scale: float,
 ) -> None:
     """Writes the attention of rows 0 .. position into `out`; the partials and arrivals are the kernel's alone."""
-    if int(halted):
-        return
-    num_kv_heads, max_seq_len, head_dim = k_cache.shape
-    seq_len = min(int(position) + 1, max_seq_len)
-    # A KV head is a batch entry and its query heads are the rows of a matrix: nothing is repeated or copied.
-    grouped = q.view(num_kv_heads, 1, -1, head_dim)
-    keys = k_cache[:, None, :seq_len].float()  # [num_kv_heads, 1, seq_len, head_dim]
-    values = v_cache[:, None, :seq_len].float()
-    out.copy_(torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).view_as(out))
+    attention_mma_torch(q, k_cache, v_cache, position, halted, partial_out, partial_lse, arrivals, out, scale=scale)

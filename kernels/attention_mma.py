@@ -20,8 +20,7 @@ from monograph.kernels.gluon_import import async_load, barrier, commit_group, gl
 from monograph.kernels.tile import TRIGGER_FIRST, Tile, launch_options, override
 from monograph.kernels.triton_import import tl
 
-HEAD_DIMS = (64, 128)
-MAX_GROUP = 8  # columns of the instruction
+LOG2_E = 1.4426950408889634
 LOWEST = gl.constexpr(-1.0e30)  # a score below every real one; -inf would make NaN of a difference of two
 
 
@@ -66,8 +65,10 @@ def _combine(
             split = first + i
             mask = inside & (split < active)
             # .cg: other programs wrote them during this launch
-            lses += (gl.load(lse_ptr + split * NUM_Q_HEADS, mask=mask, other=LOWEST, cache_modifier=".cg"),)
-            parts += (gl.load(part_ptr + split * (NUM_Q_HEADS * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg"),)
+            lse = gl.load(lse_ptr + split * NUM_Q_HEADS, mask=mask, other=LOWEST, cache_modifier=".cg")
+            part = gl.load(part_ptr + split * (NUM_Q_HEADS * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg")
+            lses += (lse,)  # type: ignore[assignment]
+            parts += (part,)  # type: ignore[assignment]
         new_top = top
         for i in gl.static_range(STEP):
             new_top = gl.maximum(new_top, lses[i])
@@ -253,11 +254,6 @@ def _attention_mma_kernel(
             gl.store(arrivals_ptr + kv_head, 0)
 
 
-def fits(head_dim: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether this kernel serves a head size, query heads to a KV head, and dtype."""
-    return head_dim in HEAD_DIMS and group <= MAX_GROUP and dtype in (torch.bfloat16, torch.float16)
-
-
 def attention_mma(
     q: torch.Tensor,  # fp32 [num_q_heads, head_dim]
     k_cache: torch.Tensor,  # D [num_kv_heads, max_seq_len, head_dim]
@@ -269,14 +265,14 @@ def attention_mma(
     arrivals: torch.Tensor,  # int32 [num_kv_heads], zero
     out: torch.Tensor,  # fp32 [num_q_heads, head_dim]
     *,
-    scale_log2: float,
+    scale: float,
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> None:
-    """The launch behind `attention.attention` where `fits` says yes; the arguments are checked there.
+    """The launch behind `attention.attention` where `one_instruction_fits` says yes; the arguments are checked there.
 
     Args:
-        scale_log2: multiplies the scores before the softmax, times log2(e).
+        scale: multiplies the scores before the softmax.
         pdl: launch before the predecessor has ended; needs sm_90.
         tile: overrides of MIN_BLOCKS (of a split), COMBINE_STEP (splits), NUM_STAGES (blocks in flight), num_warps (16
             rows of a block each), trigger.
@@ -305,7 +301,7 @@ def attention_mma(
         partial_lse,
         arrivals,
         out,
-        scale_log2,
+        scale * LOG2_E,
         max_seq_len,
         NUM_Q_HEADS=num_q_heads,
         GROUP=group,
@@ -320,3 +316,28 @@ def attention_mma(
         num_warps=t["num_warps"],
         **launch_options(pdl),
     )
+
+
+def attention_mma_torch(
+    q: torch.Tensor,  # fp32 [num_q_heads, head_dim]
+    k_cache: torch.Tensor,  # D [num_kv_heads, max_seq_len, head_dim]
+    v_cache: torch.Tensor,  # D [num_kv_heads, max_seq_len, head_dim]
+    position: torch.Tensor,  # int32 [1]
+    halted: torch.Tensor,  # int32 [1]
+    partial_out: torch.Tensor,  # fp32 [num_splits, num_q_heads, head_dim]
+    partial_lse: torch.Tensor,  # fp32 [num_splits, num_q_heads]
+    arrivals: torch.Tensor,  # int32 [num_kv_heads]
+    out: torch.Tensor,  # fp32 [num_q_heads, head_dim]
+    *,
+    scale: float,
+) -> None:
+    """Writes the attention of rows 0 .. position into `out`; the partials and arrivals are the kernel's alone."""
+    if int(halted):
+        return
+    num_kv_heads, max_seq_len, head_dim = k_cache.shape
+    seq_len = min(int(position) + 1, max_seq_len)
+    # A KV head is a batch entry and its query heads are the rows of a matrix: nothing is repeated or copied.
+    grouped = q.view(num_kv_heads, 1, -1, head_dim)
+    keys = k_cache[:, None, :seq_len].float()  # [num_kv_heads, 1, seq_len, head_dim]
+    values = v_cache[:, None, :seq_len].float()
+    out.copy_(torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).view_as(out))

@@ -6,14 +6,6 @@ from typing import Any
 
 from monograph.kernels.triton_import import triton
 
-gluon: Any
-gl: Any
-async_load: Any
-commit_group: Any
-wait_group: Any
-mma_v2: Any
-barrier: Any
-
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -25,6 +17,9 @@ try:
     commit_group = async_copy.commit_group
     wait_group = async_copy.wait_group
 except ModuleNotFoundError:
-    gluon = gl = async_load = commit_group = wait_group = mma_v2 = barrier = triton
+    gluon: Any = triton  # type: ignore[no-redef]
+    gl: Any = triton  # type: ignore[no-redef]
+    mma_v2: Any = triton  # type: ignore[no-redef]
+    async_load = commit_group = wait_group = barrier = triton
 
 __all__ = ["async_load", "barrier", "commit_group", "gl", "gluon", "mma_v2", "wait_group"]

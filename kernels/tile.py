@@ -144,3 +144,11 @@ def floor_power_of_two(n: int) -> int:
 
 def ceil_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def one_instruction_fits(head_dim: int, group: int, dtype: torch.dtype) -> bool:
+    """Whether attention_mma.py serves a head size, a number of query heads to a KV head, and a dtype.
+
+    The query heads of a KV head are the eight columns of one tensor core instruction.
+    """
+    return head_dim in (64, 128) and group <= 8 and dtype in (torch.bfloat16, torch.float16)

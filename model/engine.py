@@ -44,47 +44,41 @@ if TYPE_CHECKING:
     from monograph.model.tune import Report, Tuned
 
 
-def load(
+def load_engine(
     model: str,
     *,
-    revision: str | None = None,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "auto",
-    max_seq_len: int | None = None,
-    token: str | None = None,
-    local_files_only: bool = False,
-    progress: Progress | None = None,
-    debug: bool = False,
-    tune: Tune = "auto",
+    revision: str | None,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    max_seq_len: int | None,
+    token: str | None,
+    local_files_only: bool,
+    progress: Progress | None,
+    debug: bool,
+    tune: Tune,
+    tokenizer: Tokenizer | None,
+    started: float,
 ) -> Engine:
-    """Load a Llama-style model.
+    """Load a model: what is left of ``monograph.load`` once PyTorch is imported.
 
     Args:
-        model: "org/name" on the Hugging Face Hub, a folder in its form, or a .gguf file.
-        revision: Branch, tag or commit on the Hub.
-        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
-        dtype: Of weights and KV cache: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
-        max_seq_len: Tokens of prompt and answer together that the arena has room for; None for the model's own
-            maximum, or the longest that fits.
-        token: Hub access token; by default the one that is logged in.
-        local_files_only: Never ask the network.
-        progress: Called while weights are read, with the bytes so far and in all.
-        debug: On a GPU, check guards and addresses before every replay: slow, and finds what strays.
-        tune: Block sizes of the decode kernels on a GPU. "auto": those that an earlier tuning of this shape on this GPU
-            has kept on disk, else shipped ones, else the kernels' own. True: the same, but where nothing is kept, tune
-            now, which takes half a minute, and keep it. "off" or False: leave what is kept aside. They differ in speed,
-            and in the last bits of logits.
+        model: As for ``monograph.load``, like those that follow, up to ``tune``.
+        revision: See there.
+        device: See there.
+        dtype: See there.
+        max_seq_len: See there.
+        token: See there.
+        local_files_only: See there.
+        progress: See there.
+        debug: See there.
+        tune: See there.
+        tokenizer: The model's, if it has been read already.
+        started: When the load began, by ``time.perf_counter``.
 
     Returns:
-        The engine, ready to answer. Close it, or use it in a with statement, to free its memory.
-
-    Raises:
-        HubError: The Hub could not supply the files.
-        ConfigError: The model is of a kind that is not supported, or an argument is wrong.
-        CheckpointError: Files are missing, damaged or do not match the configuration.
-        CapacityError: It does not fit; says the need, what is free and the longest length that fits.
+        The engine.
     """
-    times = [time.perf_counter()]
+    times = [started, time.perf_counter()]
     check_tune(tune)
     where = choose_device(device)
     with ExitStack() as stack:
@@ -97,7 +91,7 @@ def load(
             source = stack.enter_context(closing(opened.source()))
             check_complete(source, opened.config)  # before anything is allocated
             times.append(time.perf_counter())
-            tokenizer = opened.tokenizer()
+            tokenizer = opened.tokenizer() if tokenizer is None else tokenizer
             times.append(time.perf_counter())
         if plan is None:
             plan = make_plan(opened.config, where, choose_dtype(dtype, opened.config, where, source), max_seq_len)
@@ -430,11 +424,12 @@ class Engine:
 
 
 def _load_stats(times: Sequence[float], decoder: Decoder, tiles: ChosenTiles) -> LoadStats:
-    """Sum up a load that began at ``times[0]``, with its files, tokenizer and plan done at those that follow."""
+    """Sum up a load that began at ``times[0]``, with imports, files, tokenizer and plan done at those that follow."""
     capture_s = getattr(decoder.runner, "capture_ms", 0.0) / 1e3
     prepared: list[Prepared] = getattr(decoder.runner, "prepared", [])
-    open_s, tokenizer_s, plan_s = (after - before for before, after in pairwise(times))
+    import_s, open_s, tokenizer_s, plan_s = (after - before for before, after in pairwise(times))
     return LoadStats(
+        import_s=import_s,
         open_s=open_s,
         tokenizer_s=tokenizer_s,
         plan_s=plan_s,

@@ -132,9 +132,16 @@ class Answer:
                     self._ids, self._reused, self._position_limit, self._stop_ids, self._sampling, self._answered
                 )
                 submitted = self._prefill()
+            ahead = _RunAhead(self._runner, submitted, self._position_limit - 1)
+            newest = 0  # position of the newest token that was seen in the outbox
             for position in range(len(self._ids), self._position_limit):
-                submitted = self._submit(submitted, position + self._runner.run_ahead)
-                self._runner.wait(position)
+                ahead.keep(position)
+                if newest < position:
+                    newest = self._state.status()[0]
+                if newest < position:
+                    self._runner.wait(position)
+                    newest = self._state.status()[0]
+                    ahead.awoke(newest)
                 token = self._state.token(position)
                 self.token_ids.append(token)
                 self._last = time.perf_counter()
@@ -158,11 +165,10 @@ class Answer:
             self._runner.prefill()
         return len(self._ids)
 
-    def _submit(self, submitted: int, target: int) -> int:
-        target = min(target, self._position_limit - 1)
-        for _ in range(submitted, target):
-            self._runner.decode()
-        return max(submitted, target)
+    def ready(self) -> bool:
+        """Whether the next token has reached the host already, so that asking for it waits for nothing."""
+        next_position = len(self._ids) + len(self.token_ids)
+        return self.finish_reason is None and self._state.status()[0] >= next_position
 
     def cached_ids(self) -> list[int]:
         """The tokens whose keys and values are in the cache: all but the newest, which no launch has read yet."""
@@ -178,3 +184,34 @@ class Answer:
             decode_ms=(self._last - self._first) * 1e3,
             sampling=self._sampling,
         )
+
+
+class _RunAhead:
+    """Keeps decode steps in flight ahead of the tokens that are read.
+
+    Steps are submitted several at a time, a quarter of those in flight: a thread that is busy in Python has to be asked
+    for the interpreter's lock less often, and never for a single step.
+
+    Args:
+        runner: Runs them.
+        submitted: Position of the newest token that a submitted pass will make.
+        last: That of the last token of the answer.
+    """
+
+    def __init__(self, runner: Runner, submitted: int, last: int) -> None:
+        self._runner, self._submitted, self._last = runner, submitted, last
+        self._steps, self._most = runner.run_ahead, runner.max_run_ahead
+
+    def keep(self, position: int) -> None:
+        """Have enough in flight for a reader who asks for the token at ``position``."""
+        target = min(position + self._steps, self._last)
+        count = target - self._submitted
+        if count > 0 and (count >= self._steps // 4 or target == self._last):
+            self._runner.decode(count)
+            self._submitted = target
+
+    def awoke(self, newest: int) -> None:
+        """Learn what was left when the host had waited and found the token at ``newest``: little of it means that the
+        next wait, no longer than this, could leave the machine idle."""
+        if self._submitted < self._last and self._submitted - newest < self._steps // 3:
+            self._steps = min(2 * self._steps, self._most)

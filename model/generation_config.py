@@ -1,7 +1,7 @@
 """What the author of a model recommends for generation: the file generation_config.json.
 
 Three layers decide a setting: what the caller says explicitly (0 included), then this file, then the built-in value.
-`first_given` is that rule. Nothing here is a demand: keys that are not followed are ignored.
+`first_given` of sampling.py is that rule. Nothing here is a demand: keys that are not followed are ignored.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from monograph.errors import ConfigError
 from monograph.model.config import ModelConfig
 from monograph.model.config_fields import MAX_POSITIONS, MAX_VOCAB_SIZE, Fields
 from monograph.model.json_file import describe, read_json_object
-
-T = TypeVar("T")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -105,14 +103,6 @@ class GenerationDefaults:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         shown = [f"{name}={value}" for name, value in given.items() if value is not None and value != ()]
         return ", ".join(shown) or "nothing recommended"
-
-
-def first_given(*layers: T | None) -> T | None:
-    """Return the first value that is not None: explicit argument, then file, then built-in. 0 and False count."""
-    for value in layers:
-        if value is not None:
-            return value
-    return None
 
 
 def merged_eos_token_ids(config: ModelConfig, defaults: GenerationDefaults) -> tuple[int, ...]:

@@ -17,16 +17,20 @@ from monograph.arena import Arena
 from monograph.kernels.pdl_probe import pdl_probe, pdl_probe_torch
 from monograph.model.prepare import Prepared, passes, preparing
 from monograph.model.program import Launch, Program, run
+from monograph.model.replay import Replays
 from monograph.model.runner import raise_if_not_finite
 from monograph.model.state import StepState
 
 logger = logging.getLogger("monograph")
 
 # Replays in flight before the first of their tokens is read: 20 ms of a small model, so that a busy Python thread,
-# which may hold the interpreter for 5 ms, does not starve the GPU.
+# which may hold the interpreter for 5 ms, does not starve the GPU. Where that turns out too few (several such threads,
+# a smaller model) an answer goes on with more, up to the second figure. What is in flight when an answer ends costs a
+# seventh of a step each.
 RUN_AHEAD = 32
-# The host looks at the pinned status this often before it asks the driver whether the GPU has failed.
-_LOOKS_PER_QUERY = 2000
+MAX_RUN_AHEAD = 128
+# Seconds without a token after which the host asks the driver whether the GPU has failed, and between two times.
+_QUERY_AFTER_S = 0.1
 
 
 class GraphRunner:
@@ -48,6 +52,7 @@ class GraphRunner:
     """
 
     run_ahead = RUN_AHEAD
+    max_run_ahead = MAX_RUN_AHEAD
 
     def __init__(
         self, program: Program, state: StepState, arena: Arena, fill: Callable[[], None], debug: bool = False
@@ -78,6 +83,8 @@ class GraphRunner:
             started = time.perf_counter()
             self.decode_graph = self.capture(program.decode)
             self.prefill_graph = self.capture(program.prefill)
+            self._prefills = Replays(self.prefill_graph, self.stream)
+            self._decodes = Replays(self.decode_graph, self.stream)
             self.capture_ms = (time.perf_counter() - started) * 1e3
 
     def capture(self, launches: Sequence[Launch]) -> torch.cuda.CUDAGraph:
@@ -90,19 +97,21 @@ class GraphRunner:
 
     def prefill(self) -> None:
         """Submit one prefill chunk."""
-        self._replay(self.prefill_graph)
+        self._replay(self._prefills, 1)
 
-    def decode(self) -> None:
-        """Submit one decode step."""
-        self._replay(self.decode_graph)
+    def decode(self, count: int = 1) -> None:
+        """Submit decode steps, in one turn at the interpreter's lock."""
+        self._replay(self._decodes, count)
 
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        if self._debug:
+    def _replay(self, replays: Replays, count: int) -> None:
+        if not self._debug:
+            replays(count)
+            return
+        for _ in range(count):
             self.stream.synchronize()
             self._arena.check_addresses()
             self._arena.check_guards()
-        with torch.cuda.stream(self.stream):
-            graph.replay()
+            replays(1)
 
     def wait(self, position: int) -> None:
         """Return once the token at ``position`` is in the outbox.
@@ -111,17 +120,18 @@ class GraphRunner:
             NumericsError: It never will be: a logit was not finite.
             RuntimeError: The GPU has failed.
         """
-        looks = 0
+        query_at = time.monotonic() + _QUERY_AFTER_S
         while True:
             newest, halted = self._state.status()
             if newest >= position:
                 return
             raise_if_not_finite(newest, position, halted)
-            looks += 1
-            if looks % _LOOKS_PER_QUERY == 0 and self.stream.query() and self._state.status()[0] < position:
-                newest, halted = self._state.status()
-                raise_if_not_finite(newest, position, halted)
-                raise AssertionError(f"nothing in flight, token {position} not made: {self._state.status()}")
+            if time.monotonic() >= query_at:
+                query_at += _QUERY_AFTER_S
+                if self.stream.query() and self._state.status()[0] < position:
+                    newest, halted = self._state.status()
+                    raise_if_not_finite(newest, position, halted)
+                    raise AssertionError(f"nothing in flight, token {position} not made: {self._state.status()}")
             time.sleep(0)  # lets other threads run
 
     def drain(self) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LoadStats:
-    """Seconds of a load by phase, in the order in which they come; imports before it are not part of it.
+    """Seconds of a load by phase, in the order in which they come.
 
     Attributes:
+        import_s: Importing PyTorch, with what goes on beside that: libraries, the GPU, a tokenizer that lies in a
+            folder here. Nearly nothing if the process has imported PyTorch before.
         open_s: Finding the device and the files, reading configuration and headers.
-        tokenizer_s: Building the tokenizer.
+        tokenizer_s: Building the tokenizer, unless that was done beside the import.
         plan_s: Planning memory, and waiting for the device to start.
         arena_s: Allocating.
         weights_s: Filling the arena from the checkpoint.
@@ -29,6 +31,7 @@ class LoadStats:
         tiles_from: The file of kept tiles, or what a shipped entry was measured by; "" for defaults.
     """
 
+    import_s: float
     open_s: float
     tokenizer_s: float
     plan_s: float

@@ -17,18 +17,20 @@ class Runner(Protocol):
 
     Attributes:
         run_ahead: Decode steps worth submitting before their tokens are asked for.
+        max_run_ahead: How many more than that may be, should the machine run out of them.
         pdl: Whether launches may overlap.
     """
 
     run_ahead: int
+    max_run_ahead: int
     pdl: bool
 
     def prefill(self) -> None:
         """Submit one prefill chunk."""
         ...
 
-    def decode(self) -> None:
-        """Submit one decode step."""
+    def decode(self, count: int = 1) -> None:
+        """Submit decode steps."""
         ...
 
     def wait(self, position: int) -> None:
@@ -57,6 +59,7 @@ class LaunchRunner:
     """
 
     run_ahead = 0
+    max_run_ahead = 0
     pdl = False
 
     def __init__(self, program: Program, state: StepState) -> None:
@@ -68,9 +71,10 @@ class LaunchRunner:
         run(self._program.prefill)
 
     @torch.inference_mode()
-    def decode(self) -> None:
-        """Run one decode step."""
-        run(self._program.decode)
+    def decode(self, count: int = 1) -> None:
+        """Run decode steps."""
+        for _ in range(count):
+            run(self._program.decode)
 
     def wait(self, position: int) -> None:
         """Check that the token at ``position`` has come. Raises NumericsError if a logit was not finite."""

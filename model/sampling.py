@@ -11,14 +11,15 @@ import numbers
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from monograph.errors import ConfigError
-from monograph.model.generation_config import first_given
 
 # Dividing by a smaller temperature leaves the range of fp32, and the distribution is one-hot long before.
 MIN_TEMPERATURE = 1e-5
 SEED_LIMIT = 2**64
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -151,3 +152,11 @@ def _checked_bias(bias: Any) -> dict[int, float]:
             raise ConfigError(f"logit_bias[{token_id}]: expected a number below +inf, got {value!r}")
         checked[int(token_id)] = float(value)
     return checked
+
+
+def first_given(*layers: T | None) -> T | None:
+    """Return the first value that is not None: explicit argument, then file, then built-in. 0 and False count."""
+    for value in layers:
+        if value is not None:
+            return value
+    return None

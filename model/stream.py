@@ -71,15 +71,21 @@ def _pieces(
     check: Callable[[], None],
     leave: Callable[[Answer, bool], None],
 ) -> Generator[Chunk, None, None]:
+    def show(token: int) -> str:
+        # The stop token ends the answer and is no part of its text, whatever the tokenizer would show for it.
+        return "" if answer.finish_reason == "stop" else text.push([token])
+
     enter()
     trusted = False
     try:
         with closing(answer.tokens()) as tokens:  # closed before the engine is let go: nothing is in flight then
             for token in tokens:
-                # The stop token ends the answer and is no part of its text, whatever the tokenizer would show for it.
-                piece = "" if answer.finish_reason == "stop" else text.push([token])
+                ids, piece = [token], show(token)
+                while answer.ready() and not text.stopped:  # the reader was away: one piece for all that came
+                    ids.append(next(tokens))
+                    piece += show(ids[-1])
                 trusted = True
-                yield Chunk([token], piece)
+                yield Chunk(ids, piece)
                 check()
                 trusted = False
                 if text.stopped:

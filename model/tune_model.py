@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from monograph.model.engine import load
+from monograph.model.load import load
 from monograph.model.plan import choose_device
 from monograph.model.tune import DEFAULT_SECONDS, Report, Tuned
 from monograph.model.tune_step import lengths_for

@@ -1,6 +1,7 @@
 """monograph: a single-stream LLM decoder in one arena and one captured graph.
 
-``import monograph as mg`` is cheap: PyTorch is imported by the first name that needs it.
+``import monograph as mg`` is cheap: PyTorch is imported by the first name that needs it, and by
+``load`` when it is called.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from monograph.errors import (
 
 if TYPE_CHECKING:
     from monograph.model.chat import Chat
-    from monograph.model.engine import Engine, load
+    from monograph.model.engine import Engine
     from monograph.model.generate import Chunk, Completion, Stats
+    from monograph.model.load import load
     from monograph.model.load_stats import LoadStats
     from monograph.model.plan import Plan, plan_model
     from monograph.model.sampling import Sampling
@@ -61,7 +63,7 @@ _HOME = {
     "Plan": "monograph.model.plan",
     "Sampling": "monograph.model.sampling",
     "Stats": "monograph.model.generate",
-    "load": "monograph.model.engine",
+    "load": "monograph.model.load",
     "plan_model": "monograph.model.plan",
 }
 

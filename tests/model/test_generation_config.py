@@ -11,7 +11,8 @@ import pytest
 
 from monograph.errors import ConfigError
 from monograph.model.config import ModelConfig
-from monograph.model.generation_config import GenerationDefaults, first_given, merged_eos_token_ids
+from monograph.model.generation_config import GenerationDefaults, merged_eos_token_ids
+from monograph.model.sampling import first_given
 from tests.checkpoints import tiny_config
 
 AUTHOR = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
