@@ -25,8 +25,26 @@ _STOPPED, _FULL, _CANCELLED, _NON_FINITE = (tl.constexpr(v) for v in (STOPPED, F
 
 
 @triton.jit
-def _publish(outbox_tokens_ptr, outbox_status_ptr, token_index, token, position, halted, ON_DEVICE: tl.constexpr):
-    """Host memory: the token (unless its index is negative), then position and halted as one 8-byte word.
+def _opaque(value, ON_DEVICE: tl.constexpr):
+    """The value, of which the compiler may assume nothing."""
+    if ON_DEVICE:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+    return value
+
+
+@triton.jit
+def _rank(score, token):
+    """int64 that orders (score, token): NaN, then the larger score, then the lower id. -0 and 0 are equal."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    key = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _publish(
+    outbox_tokens_ptr, outbox_status_ptr, token_index, token, tells, position, halted, ON_DEVICE: tl.constexpr
+):
+    """Host memory: the token (unless its index is negative), then position and halted as one 8-byte word, if `tells`.
 
     One thread stores both, the second with release semantics for the whole system: a host that sees the new status
     finds the token.
@@ -41,20 +59,21 @@ def _publish(outbox_tokens_ptr, outbox_status_ptr, token_index, token, position,
             mov.u32 thread, %tid.x;
             setp.eq.u32 first, thread, 0;
             setp.ge.and.s32 counts, $3, 0, first;
+            setp.ne.and.s32 first, $5, 0, first;
             mad.wide.s32 address, $3, 4, $1;
             @counts st.relaxed.sys.global.b32 [address], $4;
-            @first st.release.sys.global.b64 [$2], $5;
+            @first st.release.sys.global.b64 [$2], $6;
             mov.u32 $0, 0;
             }""",
-            "=r,l,l,r,r,l",
-            [outbox_tokens_ptr.to(tl.int64), outbox_status_ptr.to(tl.int64), token_index, token, status],
+            "=r,l,l,r,r,r,l",
+            [outbox_tokens_ptr.to(tl.int64), outbox_status_ptr.to(tl.int64), token_index, token, tells, status],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
         tl.store(outbox_tokens_ptr + token_index, token, mask=token_index >= 0)
-        tl.store(outbox_status_ptr.to(tl.pointer_type(tl.int64)), status)
+        tl.store(outbox_status_ptr.to(tl.pointer_type(tl.int64)), status, mask=tells != 0)
 
 
 @triton.jit
@@ -81,6 +100,7 @@ def _sample_kernel(
     outbox_status_ptr,  # int32 [2], host memory
     max_seq_len,
     chunk,
+    rehearsals,
     N: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STOP_IDS: tl.constexpr,
@@ -95,57 +115,64 @@ def _sample_kernel(
     if tl.load(halted_ptr) != 0:
         leave(PDL)
         return
+    # All that only this kernel or the host writes is asked for at once, and before the wait.
+    cancelled = tl.load(cancel_ptr, volatile=True)
     temperature = tl.load(temperature_ptr)
     position = tl.load(position_ptr)
-    new_position = tl.maximum(tl.load(prefill_end_ptr), position + 1)
+    prefill_end = tl.load(prefill_end_ptr)
     position_limit = tl.load(position_limit_ptr)
     offs_i = tl.arange(0, BLOCK_I)
     stop_ids = tl.load(stop_ids_ptr + offs_i, mask=offs_i < STOP_IDS, other=-1)
-    enter(PDL)
-    if tl.load(gate_ptr) == 0:
-        tl.store(position_ptr, position + chunk)
-        return
-    cancelled = tl.load(cancel_ptr, volatile=True)
-    offs_p = tl.arange(0, BLOCK_P)
-    best_score = tl.load(best_score_ptr + offs_p, mask=offs_p < PROGRAMS, other=float("-inf"))
-    best_id = tl.load(best_id_ptr + offs_p, mask=offs_p < PROGRAMS, other=2147483647)
-    is_nan = best_score != best_score
-    best = tl.max(tl.where(is_nan, float("-inf"), best_score), axis=0)
-    has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
-    if has_nan | (tl.abs(best) == float("inf")):
-        tl.store(halted_ptr, _NON_FINITE)
-        none = tl.full([], -1, tl.int32)
-        broken = none + (_NON_FINITE + 1)
-        _publish(outbox_tokens_ptr, outbox_status_ptr, none, none, position, broken, ON_DEVICE)
-        return
-    token = tl.min(tl.where(best_score == best, best_id, 2147483647), axis=0)
-    if temperature > 0:
-        token = draw(
-            scores_ptr,
-            best,
-            temperature,
-            tl.load(top_k_ptr),
-            tl.load(top_p_ptr),
-            tl.load(min_p_ptr),
-            tl.load(seed_ptr),
-            new_position,
-            N,
-            COLUMNS,
-            BLOCK_V,
-            BLOCKS,
-        )
-    stops = tl.max((stop_ids == token).to(tl.int32), axis=0) > 0
-    halted = tl.where(cancelled != 0, _CANCELLED, 0)
-    halted = tl.where(new_position + 1 >= position_limit, _FULL, halted)
-    halted = tl.where(stops, _STOPPED, halted)
+    new_position = tl.maximum(prefill_end, position + 1)
     inside = new_position < max_seq_len
-    tl.store(tokens_ptr + new_position, token, mask=inside)
-    tl.store(output_counts_ptr + token, tl.load(output_counts_ptr + token) + 1)
-    tl.store(context_counts_ptr + token, tl.load(context_counts_ptr + token) + 1)
-    tl.store(position_ptr, new_position)
-    tl.store(halted_ptr, halted)
-    token_index = tl.where(inside, new_position, -1)
-    _publish(outbox_tokens_ptr, outbox_status_ptr, token_index, token, new_position, halted, ON_DEVICE)
+    offs_p = tl.arange(0, BLOCK_P)
+    # The instructions of the way on have left every cache since the last step. Before the wait the program goes it once
+    # for nothing, all loads and stores masked, so that afterwards it is not fetched piece by piece from memory.
+    left = rehearsals
+    while left >= 0:
+        live = left == 0
+        if live:
+            enter(PDL)
+        gate = tl.load(gate_ptr, mask=live, other=0)
+        known = offs_p < tl.where(live, PROGRAMS, 0)
+        best_score = tl.load(best_score_ptr + offs_p, mask=known, other=float("-inf"))
+        best_id = tl.load(best_id_ptr + offs_p, mask=known, other=2147483647)
+        top = tl.max(_rank(best_score, best_id), axis=0)
+        token = 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32)
+        top_key = (top >> 32).to(tl.int32)
+        best = (top_key ^ ((top_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        opened = live & (gate != 0)
+        moves = opened & (tl.abs(best) < float("inf"))
+        if moves & (temperature > 0):
+            token = draw(
+                scores_ptr,
+                best,
+                temperature,
+                tl.load(top_k_ptr),
+                tl.load(top_p_ptr),
+                tl.load(min_p_ptr),
+                tl.load(seed_ptr),
+                new_position,
+                N,
+                COLUMNS,
+                BLOCK_V,
+                BLOCKS,
+            )
+        stops = tl.max((stop_ids == token).to(tl.int32), axis=0) > 0
+        halted = tl.where(cancelled != 0, _CANCELLED, 0)
+        halted = tl.where(new_position + 1 >= position_limit, _FULL, halted)
+        halted = tl.where(stops, _STOPPED, halted)
+        halted = tl.where(moves, halted, _NON_FINITE)
+        reached = tl.where(moves, new_position, tl.where(opened, position, position + chunk))
+        stored = moves & inside
+        tl.store(tokens_ptr + new_position, token, mask=stored)
+        tl.atomic_add(output_counts_ptr + token, 1, mask=moves, sem="relaxed")
+        tl.atomic_add(context_counts_ptr + token, 1, mask=moves, sem="relaxed")
+        tl.store(position_ptr, reached, mask=live)
+        tl.store(halted_ptr, halted, mask=opened)
+        index = tl.where(stored, new_position, -1)
+        _publish(outbox_tokens_ptr, outbox_status_ptr, index, token, opened.to(tl.int32), reached, halted, ON_DEVICE)
+        left = _opaque(left - 1, ON_DEVICE)
 
 
 def sample(
@@ -210,7 +237,13 @@ def sample(
     expect("sample", "outbox_tokens", outbox_tokens, (max_seq_len,), torch.int32)
     expect("sample", "outbox_status", outbox_status, (2,), torch.int32)
     ids = ceil_power_of_two(vocab_size)
-    default = {"COLUMNS": min(2048, ids), "BLOCK_V": min(4096, ids), "num_warps": 16, "trigger": TRIGGER_AT_EXIT}
+    default = {
+        "COLUMNS": min(2048, ids),
+        "BLOCK_V": min(4096, ids),
+        "num_warps": 4,
+        "trigger": TRIGGER_AT_EXIT,
+        "rehearsals": 1,
+    }
     t = override("sample", default, tile)
     _sample_kernel[(1,)](
         scores,
@@ -235,6 +268,7 @@ def sample(
         outbox_status,
         max_seq_len,
         chunk,
+        t["rehearsals"] if pdl else 0,
         N=vocab_size,
         PROGRAMS=programs,
         STOP_IDS=stop_ids.numel(),
