@@ -14,22 +14,24 @@ from __future__ import annotations
 import torch
 
 from monograph.kernels.checks import expect, expect_scalars
-from monograph.kernels.device import enter, leave
+from monograph.kernels.device import enter, leave, opaque
 from monograph.kernels.draw import draw, draw_torch
-from monograph.kernels.tile import TRIGGER_AT_EXIT, Tile, ceil_power_of_two, launch_options, override
+from monograph.kernels.tile import (
+    BINS,
+    BUFFERS,
+    LIST,
+    TRIGGER_AT_EXIT,
+    Tile,
+    ceil_power_of_two,
+    draw_block,
+    launch_options,
+    override,
+)
 from monograph.kernels.triton_import import tl, triton
 
 STOPPED, FULL, CANCELLED, NON_FINITE = 1, 2, 3, 4  # values of `halted`
 
 _STOPPED, _FULL, _CANCELLED, _NON_FINITE = (tl.constexpr(v) for v in (STOPPED, FULL, CANCELLED, NON_FINITE))
-
-
-@triton.jit
-def _opaque(value, ON_DEVICE: tl.constexpr):
-    """The value, of which the compiler may assume nothing."""
-    if ON_DEVICE:
-        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
-    return value
 
 
 @triton.jit
@@ -77,6 +79,60 @@ def _publish(
 
 
 @triton.jit
+def _load_best(best_score_ptr, best_id_ptr, live, PROGRAMS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Scores of the head's programs, the largest of them, and its lowest id."""
+    offs_p = tl.arange(0, BLOCK_P)
+    known = offs_p < tl.where(live, PROGRAMS, 0)
+    best_score = tl.load(best_score_ptr + offs_p, mask=known, other=float("-inf"))
+    best_id = tl.load(best_id_ptr + offs_p, mask=known, other=0x7FFFFFFF)
+    top = tl.max(_rank(best_score, best_id), axis=0)
+    key = (top >> 32).to(tl.int32)
+    best = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return best_score, best, 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _conclude(
+    acts,  # whether anything is stored at all
+    opened,  # whether the gate is open
+    moves,  # whether there is a token
+    token,
+    cancelled,
+    position,
+    new_position,
+    position_limit,
+    stop_ids,
+    tokens_ptr,
+    position_ptr,
+    output_counts_ptr,
+    context_counts_ptr,
+    halted_ptr,
+    outbox_tokens_ptr,
+    outbox_status_ptr,
+    max_seq_len,
+    chunk,
+    ON_DEVICE: tl.constexpr,
+):
+    """Everything that a launch leaves behind. Only the status waits, until the host can see the token."""
+    stops = tl.max((stop_ids == token).to(tl.int32), axis=0) > 0
+    halted = tl.where(cancelled != 0, _CANCELLED, 0)
+    halted = tl.where(new_position + 1 >= position_limit, _FULL, halted)
+    halted = tl.where(stops, _STOPPED, halted)
+    halted = tl.where(moves, halted, _NON_FINITE)
+    reached = tl.where(moves, new_position, tl.where(opened, position, position + chunk))
+    counted = acts & moves
+    stored = counted & (new_position < max_seq_len)
+    tells = acts & opened
+    tl.store(tokens_ptr + new_position, token, mask=stored)
+    tl.atomic_add(output_counts_ptr + token, 1, mask=counted, sem="relaxed")
+    tl.atomic_add(context_counts_ptr + token, 1, mask=counted, sem="relaxed")
+    tl.store(position_ptr, reached, mask=acts)
+    tl.store(halted_ptr, halted, mask=tells)
+    index = tl.where(stored, new_position, -1)
+    _publish(outbox_tokens_ptr, outbox_status_ptr, index, token, tells.to(tl.int32), reached, halted, ON_DEVICE)
+
+
+@triton.jit
 def _sample_kernel(
     scores_ptr,  # fp32 [N]
     best_score_ptr,  # fp32 [PROGRAMS]
@@ -98,6 +154,10 @@ def _sample_kernel(
     halted_ptr,  # int32 [1]
     outbox_tokens_ptr,  # int32 [max_seq_len], host memory
     outbox_status_ptr,  # int32 [2], host memory
+    draw_arrivals_ptr,  # int32 [2]
+    draw_histogram_ptr,  # int64 [BUFFERS, BINS]
+    draw_list_ptr,  # int64 [LIST]
+    draw_masses_ptr,  # int64 [*]
     max_seq_len,
     chunk,
     rehearsals,
@@ -106,46 +166,40 @@ def _sample_kernel(
     STOP_IDS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    PART: tl.constexpr,
+    DRAWERS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CLEARS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    temperature = tl.load(temperature_ptr)
     if tl.load(halted_ptr) != 0:
         leave(PDL)
         return
+    program = tl.program_id(0)
+    draws = temperature > 0
+    if (program > 0) & (draws == 0):  # goes without waiting: program 0 waits
+        return
     # All that only this kernel or the host writes is asked for at once, and before the wait.
     cancelled = tl.load(cancel_ptr, volatile=True)
-    temperature = tl.load(temperature_ptr)
     position = tl.load(position_ptr)
     prefill_end = tl.load(prefill_end_ptr)
     position_limit = tl.load(position_limit_ptr)
     offs_i = tl.arange(0, BLOCK_I)
     stop_ids = tl.load(stop_ids_ptr + offs_i, mask=offs_i < STOP_IDS, other=-1)
     new_position = tl.maximum(prefill_end, position + 1)
-    inside = new_position < max_seq_len
-    offs_p = tl.arange(0, BLOCK_P)
-    # The instructions of the way on have left every cache since the last step. Before the wait the program goes it once
-    # for nothing, all loads and stores masked, so that afterwards it is not fetched piece by piece from memory.
-    left = rehearsals
-    while left >= 0:
-        live = left == 0
-        if live:
-            enter(PDL)
-        gate = tl.load(gate_ptr, mask=live, other=0)
-        known = offs_p < tl.where(live, PROGRAMS, 0)
-        best_score = tl.load(best_score_ptr + offs_p, mask=known, other=float("-inf"))
-        best_id = tl.load(best_id_ptr + offs_p, mask=known, other=2147483647)
-        top = tl.max(_rank(best_score, best_id), axis=0)
-        token = 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32)
-        top_key = (top >> 32).to(tl.int32)
-        best = (top_key ^ ((top_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        opened = live & (gate != 0)
+    if draws:
+        enter(PDL)
+        opened = tl.load(gate_ptr) != 0
+        best_score, best, token = _load_best(best_score_ptr, best_id_ptr, draws, PROGRAMS, BLOCK_P)
         moves = opened & (tl.abs(best) < float("inf"))
-        if moves & (temperature > 0):
+        acts = program == 0
+        if moves:
             token = draw(
                 scores_ptr,
+                best_score,
                 best,
                 temperature,
                 tl.load(top_k_ptr),
@@ -153,26 +207,73 @@ def _sample_kernel(
                 tl.load(min_p_ptr),
                 tl.load(seed_ptr),
                 new_position,
+                draw_arrivals_ptr,
+                draw_histogram_ptr,
+                draw_list_ptr,
+                draw_masses_ptr,
                 N,
-                COLUMNS,
                 BLOCK_V,
-                BLOCKS,
+                PART,
+                DRAWERS,
+                BLOCK_D,
+                CLEARS,
             )
-        stops = tl.max((stop_ids == token).to(tl.int32), axis=0) > 0
-        halted = tl.where(cancelled != 0, _CANCELLED, 0)
-        halted = tl.where(new_position + 1 >= position_limit, _FULL, halted)
-        halted = tl.where(stops, _STOPPED, halted)
-        halted = tl.where(moves, halted, _NON_FINITE)
-        reached = tl.where(moves, new_position, tl.where(opened, position, position + chunk))
-        stored = moves & inside
-        tl.store(tokens_ptr + new_position, token, mask=stored)
-        tl.atomic_add(output_counts_ptr + token, 1, mask=moves, sem="relaxed")
-        tl.atomic_add(context_counts_ptr + token, 1, mask=moves, sem="relaxed")
-        tl.store(position_ptr, reached, mask=live)
-        tl.store(halted_ptr, halted, mask=opened)
-        index = tl.where(stored, new_position, -1)
-        _publish(outbox_tokens_ptr, outbox_status_ptr, index, token, opened.to(tl.int32), reached, halted, ON_DEVICE)
-        left = _opaque(left - 1, ON_DEVICE)
+            acts = token >= 0
+        _conclude(
+            acts,
+            opened,
+            moves,
+            token,
+            cancelled,
+            position,
+            new_position,
+            position_limit,
+            stop_ids,
+            tokens_ptr,
+            position_ptr,
+            output_counts_ptr,
+            context_counts_ptr,
+            halted_ptr,
+            outbox_tokens_ptr,
+            outbox_status_ptr,
+            max_seq_len,
+            chunk,
+            ON_DEVICE,
+        )
+    else:
+        # The instructions of the way on have left every cache since the last step. The program goes it for nothing
+        # before the wait, all loads and stores masked, so that they are not fetched piece by piece after it.
+        left = rehearsals
+        while left >= 0:
+            live = left == 0
+            if live:
+                enter(PDL)
+            gate = tl.load(gate_ptr, mask=live, other=0)
+            _score, best, token = _load_best(best_score_ptr, best_id_ptr, live, PROGRAMS, BLOCK_P)
+            opened = gate != 0
+            moves = opened & (tl.abs(best) < float("inf"))
+            _conclude(
+                live,
+                opened,
+                moves,
+                token,
+                cancelled,
+                position,
+                new_position,
+                position_limit,
+                stop_ids,
+                tokens_ptr,
+                position_ptr,
+                output_counts_ptr,
+                context_counts_ptr,
+                halted_ptr,
+                outbox_tokens_ptr,
+                outbox_status_ptr,
+                max_seq_len,
+                chunk,
+                ON_DEVICE,
+            )
+            left = opaque(left - 1, ON_DEVICE)
 
 
 def sample(
@@ -196,6 +297,10 @@ def sample(
     halted: torch.Tensor,  # int32 [1]
     outbox_tokens: torch.Tensor,  # int32 [max_seq_len], pinned host memory on a GPU
     outbox_status: torch.Tensor,  # int32 [2], pinned host memory on a GPU
+    draw_arrivals: torch.Tensor,  # int32 [2], zero
+    draw_histogram: torch.Tensor,  # int64 [BUFFERS, BINS], zero
+    draw_list: torch.Tensor,  # int64 [LIST]
+    draw_masses: torch.Tensor,  # int64 [at least the number of programs that draw]
     *,
     chunk: int,
     pdl: bool = False,
@@ -206,7 +311,8 @@ def sample(
     Args:
         chunk: rows of a prefill chunk.
         pdl: launch before the predecessor has ended; needs sm_90.
-        tile: overrides of COLUMNS, BLOCK_V (ids of one step of the draw), num_warps, trigger.
+        tile: overrides of BLOCK_V (ids of a program that draws), num_warps, trigger, rehearsals (of the way after the
+            wait, before it).
 
     Raises:
         ValueError: an argument of the wrong shape, dtype or layout.
@@ -236,16 +342,24 @@ def sample(
     expect("sample", "context_counts", context_counts, (vocab_size,), torch.int32)
     expect("sample", "outbox_tokens", outbox_tokens, (max_seq_len,), torch.int32)
     expect("sample", "outbox_status", outbox_status, (2,), torch.int32)
-    ids = ceil_power_of_two(vocab_size)
+    expect("sample", "draw_arrivals", draw_arrivals, (2,), torch.int32)
+    expect("sample", "draw_histogram", draw_histogram, (BUFFERS, BINS), torch.int64)
+    expect("sample", "draw_list", draw_list, (LIST,), torch.int64)
+    expect("sample", "draw_masses", draw_masses, (draw_masses.numel(),), torch.int64)
     default = {
-        "COLUMNS": min(2048, ids),
-        "BLOCK_V": min(4096, ids),
+        "BLOCK_V": draw_block(vocab_size, draw_masses.numel(), scores.device),
         "num_warps": 4,
         "trigger": TRIGGER_AT_EXIT,
         "rehearsals": 1,
     }
     t = override("sample", default, tile)
-    _sample_kernel[(1,)](
+    drawing = triton.cdiv(vocab_size, t["BLOCK_V"])
+    if drawing > draw_masses.numel():
+        raise ValueError(
+            f"sample: {drawing} programs of {t['BLOCK_V']} ids need draw_masses of as many, got {draw_masses.numel()}; "
+            f"choose a larger BLOCK_V"
+        )
+    _sample_kernel[(drawing,)](
         scores,
         best_score,
         best_id,
@@ -266,6 +380,10 @@ def sample(
         halted,
         outbox_tokens,
         outbox_status,
+        draw_arrivals,
+        draw_histogram,
+        draw_list,
+        draw_masses,
         max_seq_len,
         chunk,
         t["rehearsals"] if pdl else 0,
@@ -274,9 +392,11 @@ def sample(
         STOP_IDS=stop_ids.numel(),
         BLOCK_P=ceil_power_of_two(programs),
         BLOCK_I=ceil_power_of_two(max(stop_ids.numel(), 1)),
-        COLUMNS=t["COLUMNS"],
         BLOCK_V=t["BLOCK_V"],
-        BLOCKS=ceil_power_of_two(triton.cdiv(vocab_size, t["BLOCK_V"])),
+        PART=min(t["BLOCK_V"], 64 * t["num_warps"]),
+        DRAWERS=drawing,
+        BLOCK_D=ceil_power_of_two(drawing),
+        CLEARS=ceil_power_of_two(triton.cdiv(BINS, drawing)),
         ON_DEVICE=scores.device.type != "cpu",
         PDL=t["trigger"] if pdl else 0,
         num_warps=t["num_warps"],
@@ -305,6 +425,10 @@ def sample_torch(
     halted: torch.Tensor,  # int32 [1]
     outbox_tokens: torch.Tensor,  # int32 [max_seq_len], pinned host memory on a GPU
     outbox_status: torch.Tensor,  # int32 [2], pinned host memory on a GPU
+    draw_arrivals: torch.Tensor,  # int32 [2], zero
+    draw_histogram: torch.Tensor,  # int64 [BUFFERS, BINS], zero
+    draw_list: torch.Tensor,  # int64 [LIST]
+    draw_masses: torch.Tensor,  # int64 [at least the number of programs that draw]
     *,
     chunk: int,
 ) -> None:
