@@ -79,16 +79,18 @@ def _publish(
 
 
 @triton.jit
-def _load_best(best_score_ptr, best_id_ptr, live, PROGRAMS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Scores of the head's programs, the largest of them, and its lowest id."""
+def _load_best(gate_ptr, best_score_ptr, best_id_ptr, live, PROGRAMS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Whether the gate is open; scores of the head's programs, the largest of them, and its lowest id."""
+    opened = tl.load(gate_ptr, mask=live, other=0) != 0
     offs_p = tl.arange(0, BLOCK_P)
     known = offs_p < tl.where(live, PROGRAMS, 0)
     best_score = tl.load(best_score_ptr + offs_p, mask=known, other=float("-inf"))
     best_id = tl.load(best_id_ptr + offs_p, mask=known, other=0x7FFFFFFF)
+    best_score = tl.where(opened, best_score, float("-inf"))  # here, so that the gate is asked for before, not after
     top = tl.max(_rank(best_score, best_id), axis=0)
     key = (top >> 32).to(tl.int32)
     best = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return best_score, best, 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32)
+    return opened, best_score, best, 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -192,8 +194,7 @@ def _sample_kernel(
     new_position = tl.maximum(prefill_end, position + 1)
     if draws:
         enter(PDL)
-        opened = tl.load(gate_ptr) != 0
-        best_score, best, token = _load_best(best_score_ptr, best_id_ptr, draws, PROGRAMS, BLOCK_P)
+        opened, best_score, best, token = _load_best(gate_ptr, best_score_ptr, best_id_ptr, draws, PROGRAMS, BLOCK_P)
         moves = opened & (tl.abs(best) < float("inf"))
         acts = program == 0
         if moves:
@@ -248,9 +249,7 @@ def _sample_kernel(
             live = left == 0
             if live:
                 enter(PDL)
-            gate = tl.load(gate_ptr, mask=live, other=0)
-            _score, best, token = _load_best(best_score_ptr, best_id_ptr, live, PROGRAMS, BLOCK_P)
-            opened = gate != 0
+            opened, _score, best, token = _load_best(gate_ptr, best_score_ptr, best_id_ptr, live, PROGRAMS, BLOCK_P)
             moves = opened & (tl.abs(best) < float("inf"))
             _conclude(
                 live,
