@@ -43,7 +43,7 @@ _FARTHEST = tl.constexpr(FARTHEST)
 _INFINITE = tl.constexpr(0x7F800000)  # the key of an infinite distance
 _BINS, _BUFFERS = tl.constexpr(BINS), tl.constexpr(BUFFERS)
 _MASSLESS = tl.constexpr(41.0)  # an exponent at which a token has no mass
-_FARTHEST_REACH = tl.constexpr(3.0e38)
+_MIN_SHARPNESS = tl.constexpr(1.4e-37)  # below it a token at any distance has a mass
 _FIRST_SHIFT = tl.constexpr(18)  # 32 bins an octave: all of them, 16 octaves
 
 
@@ -164,9 +164,9 @@ def narrow(
     Returns:
         the key, and `met` and `rounds` as they are now.
     """
-    reach = tl.minimum(tl.div_rn(tl.full([], _MASSLESS, tl.float32), sharpness), _FARTHEST_REACH)
+    reach = tl.div_rn(tl.full([], _MASSLESS, tl.float32), tl.maximum(sharpness, _MIN_SHARPNESS))
     shift = tl.zeros([], dtype=tl.int32) + _FIRST_SHIFT
-    first = reach.to(tl.int32, bitcast=True) - ((_BINS - 2) << _FIRST_SHIFT)  # `reach` is in the last bin but one
+    first = reach.to(tl.int32, bitcast=True) - ((_BINS - 2) << _FIRST_SHIFT)  # `reach` is in the last but one
     low = tl.zeros([], dtype=tl.int32)
     high = tl.zeros([], dtype=tl.int32) + (_INFINITE - 1)
     below = tl.zeros([], dtype=tl.int64)  # the sum of weights before `low`
@@ -201,7 +201,7 @@ def narrow(
         goal = tl.where(goal == 0, wanted, goal)
         chosen, before = search(sums, goal - below, _BINS)
         below += before
-        high = tl.minimum(high, first + ((chosen + 1) << shift) - 1)
+        high = tl.where(chosen < _BINS - 1, tl.minimum(high, first + ((chosen + 1) << shift) - 1), high)
         low = tl.maximum(low, tl.where(chosen > 0, first + (chosen << shift), 0))
         low = tl.where(chosen == _BINS, _INFINITE, low)
         high = tl.where(chosen == _BINS, _INFINITE, high)

@@ -90,7 +90,7 @@ def _draw_kernel(
         scores_ptr, best_score, best, temperature, top_k, top_p, min_p, seed, position, arrivals_ptr, histogram_ptr,
         list_ptr, masses_ptr, N, BLOCK_V, PART, DRAWERS, BLOCK_D, CLEARS,
     )  # fmt: skip
-    tl.store(out_ptr, token, mask=token >= 0)
+    tl.store(out_ptr, token, mask=token != -1)
 
 
 def one(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -335,6 +335,19 @@ def test_b21_hot_draws_stay_finite() -> None:
     assert int((masses > 0).sum()) == 200
     assert draw_triton(scores, *knobs, 8) == token
     assert math.isclose(float(sharpness_torch(one(1e6))), LOG2_E / 1e6, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (150, 1.0), (150, 0.97), (5, 0.7)])
+def test_b21_scores_as_far_apart_as_numbers_go(top_k: int, top_p: float) -> None:
+    scores = random_scores(200, 5e37, seed=4)
+    scores[[3, 60]] = torch.tensor([-1.8e38, float("-inf")], device=DEVICE)
+    for temperature in (3e37, 3e38):
+        knobs = one(temperature), one(top_k, torch.int32), one(top_p), one(0.0)
+        for seed in range(4):
+            drawn = draw_torch(scores, *knobs, one(seed, torch.int64), 8)[0]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, as above
+                assert draw_triton(scores, *knobs, one(seed, torch.int64), 8) == drawn
 
 
 def test_b23_seed_and_position_alone_decide() -> None:
