@@ -1,4 +1,4 @@
-"""Device helpers that several kernels share: entering and leaving a launch, weight tiles, Philox.
+"""Device helpers that several kernels share: entering and leaving a launch, meeting in one, weight tiles, Philox.
 
 Programmatic dependent launch lets a kernel start before its predecessor has ended. PDL is 0 (not used) or a trigger
 mode of tile.py. Before `enter` a program may read constants, cache rows older than the live position and state that

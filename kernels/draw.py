@@ -196,10 +196,22 @@ def _draw_from_masses(
 
 
 @triton.jit
+def load_own_best(scores_ptr, N: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The best score of this program's ids, which are asked for all at once.
+
+    What follows takes them in parts, from the L1 cache, so that its code is short: like all code of the step it comes
+    from memory every time.
+    """
+    offs = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    return tl.max(tl.load(scores_ptr + offs, mask=offs < N, other=float("-inf")), axis=0)
+
+
+@triton.jit
 def draw(
     scores_ptr,  # fp32 [N]
     best_score,  # fp32 [BLOCK_P]: of the head's programs, -inf where there is none
     best,  # fp32: the largest
+    own_best,  # fp32: the largest of this program's ids
     temperature,  # > 0
     top_k,
     top_p,
@@ -219,10 +231,6 @@ def draw(
 ):
     """Every program of the launch calls it, with the ids program * BLOCK_V on; one gets the token, the others -1."""
     program = tl.program_id(0)
-    # Asked for all at once; what follows takes them in parts, from the L1 cache, so that its code is short: like all
-    # code of this kernel it comes from memory, every step anew.
-    distance = load_distance(scores_ptr, best, program * BLOCK_V + tl.arange(0, BLOCK_V), N)
-    nearest = tl.min(distance, axis=0)
     sharpness = tl.minimum(tl.div_rn(tl.full([], _LOG2_E, tl.float32), temperature), _MAX_SHARPNESS)
     least_mass = tl.ceil(min_p.to(tl.float64) * _MASS_ONE).to(tl.int64)
     least_mass = tl.minimum(tl.maximum(least_mass, 1), _MASS_ONE)
@@ -231,7 +239,7 @@ def draw(
     long_way = top_k >= 0
     if (top_k > 0) & (top_k <= _SHORT_K) & (top_k < N):
         reach = _reach_of_top_k(best - best_score, top_k)
-        if nearest <= reach:
+        if best - own_best <= reach:
             _gather(scores_ptr, best, sharpness, reach, list_ptr, arrivals_ptr + 1, program, N, BLOCK_V, PART)
         met += 1
         meet(arrivals_ptr, met * DRAWERS)

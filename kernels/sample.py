@@ -1,11 +1,11 @@
 """The last launch of every graph: choose the next token, advance the state, tell the host.
 
-temperature <= 0 takes the lowest id among the best scores, from the head's partial results alone; above 0 the token
-is drawn (draw.py). Then the token joins the sequence and its counts, the position moves on, and `halted` is set by a
-stop token, the end of the arena or a cancel, in this order. A score that is not a number, or no finite best one,
-halts without advancing.
+temperature <= 0 takes the lowest id among the best scores, from the head's partial results alone: the first program
+does it, the others leave at once. Above 0 all programs draw the token together (draw.py), and one goes on. Then the
+token joins the sequence and its counts, the position moves on, and `halted` is set by a stop token, the end of the
+arena or a cancel, in this order. A score that is not a number, or no finite best one, halts without advancing.
 
-This one program is the only reader of the host's cancel flag and the only writer of the live state, which every other
+This kernel is the only reader of the host's cancel flag and the only writer of the live state, which every other
 kernel may therefore read before its wait. The host reads the token and the status from its own pinned memory.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from monograph.kernels.checks import expect, expect_scalars
 from monograph.kernels.device import enter, leave, opaque
-from monograph.kernels.draw import draw, draw_torch
+from monograph.kernels.draw import draw, draw_torch, load_own_best
 from monograph.kernels.tile import (
     BINS,
     BUFFERS,
@@ -193,7 +193,12 @@ def _sample_kernel(
     stop_ids = tl.load(stop_ids_ptr + offs_i, mask=offs_i < STOP_IDS, other=-1)
     new_position = tl.maximum(prefill_end, position + 1)
     if draws:
+        top_k = tl.load(top_k_ptr)
+        top_p = tl.load(top_p_ptr)
+        min_p = tl.load(min_p_ptr)
+        seed = tl.load(seed_ptr)
         enter(PDL)
+        own_best = load_own_best(scores_ptr, N, BLOCK_V)
         opened, best_score, best, token = _load_best(gate_ptr, best_score_ptr, best_id_ptr, draws, PROGRAMS, BLOCK_P)
         moves = opened & (tl.abs(best) < float("inf"))
         acts = program == 0
@@ -202,11 +207,12 @@ def _sample_kernel(
                 scores_ptr,
                 best_score,
                 best,
+                own_best,
                 temperature,
-                tl.load(top_k_ptr),
-                tl.load(top_p_ptr),
-                tl.load(min_p_ptr),
-                tl.load(seed_ptr),
+                top_k,
+                top_p,
+                min_p,
+                seed,
                 new_position,
                 draw_arrivals_ptr,
                 draw_histogram_ptr,

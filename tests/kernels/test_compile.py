@@ -51,7 +51,7 @@ def check(report: dict[str, Any]) -> None:
     capability, dtype, shape = report["job"].split(":")[:3]
     launch = report["launch"]
     # No spills, but for what leads out of the nested loops of a draw, saved once.
-    assert report["stack"] <= (32 if launch == "sample" else 0), report
+    assert report["stack"] <= (64 if launch == "sample" else 0), report
     assert report["shared"] <= SHARED_LIMIT[int(capability)], report
     assert not report["tf32"], report
     assert report["mma"] == (launch == "attention" and dtype != "float32"), report

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from monograph.kernels.draw import draw, draw_torch
+from monograph.kernels.draw import draw, draw_torch, load_own_best
 from monograph.kernels.threshold import LOG2_E, mass, mass_torch, narrow, search, sharpness_torch
 from monograph.kernels.tile import BINS, BUFFERS, LIST
 from monograph.kernels.triton_import import tl, triton
@@ -86,9 +86,10 @@ def _draw_kernel(
     best, temperature = tl.load(knobs_ptr), tl.load(knobs_ptr + 1)
     top_p, min_p = tl.load(knobs_ptr + 2), tl.load(knobs_ptr + 3)
     top_k, seed, position = tl.load(top_k_ptr), tl.load(seed_ptr), tl.load(position_ptr)
+    own_best = load_own_best(scores_ptr, N, BLOCK_V)
     token = draw(
-        scores_ptr, best_score, best, temperature, top_k, top_p, min_p, seed, position, arrivals_ptr, histogram_ptr,
-        list_ptr, masses_ptr, N, BLOCK_V, PART, DRAWERS, BLOCK_D, CLEARS,
+        scores_ptr, best_score, best, own_best, temperature, top_k, top_p, min_p, seed, position, arrivals_ptr,
+        histogram_ptr, list_ptr, masses_ptr, N, BLOCK_V, PART, DRAWERS, BLOCK_D, CLEARS,
     )  # fmt: skip
     tl.store(out_ptr, token, mask=token != -1)
 
