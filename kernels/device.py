@@ -1,4 +1,4 @@
-"""Device helpers that several kernels share: entering and leaving a launch, weight tiles, Philox.
+"""Device helpers that several kernels share: entering and leaving a launch, meeting in one, weight tiles, Philox.
 
 Programmatic dependent launch lets a kernel start before its predecessor has ended. PDL is 0 (not used) or a trigger
 mode of tile.py. Before `enter` a program may read constants, cache rows older than the live position and state that
@@ -28,6 +28,32 @@ def leave(PDL: tl.constexpr):
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     if PDL > 0 and first:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def opaque(value, ON_DEVICE: tl.constexpr):
+    """The value, of which the compiler may assume nothing."""
+    if ON_DEVICE:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+    return value
+
+
+@triton.jit
+def arrive(arrivals_ptr):
+    """Announces this program, after all that its threads have written; returns how many were there before it.
+
+    Who finds that all others were there sees what they have written, if it reads past the L1 cache (.cg).
+    """
+    tl.debug_barrier()  # what all threads wrote comes before the arrival that one of them announces
+    return tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def meet(arrivals_ptr, arrivals):
+    """Waits until that many have arrived, this program among them. All of them have to be resident at once."""
+    arrived = arrive(arrivals_ptr) + 1
+    while arrived < arrivals:
+        arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire", scope="gpu")
 
 
 @triton.jit

@@ -1,11 +1,11 @@
 """The last launch of every graph: choose the next token, advance the state, tell the host.
 
-temperature <= 0 takes the lowest id among the best scores, from the head's partial results alone; above 0 the token
-is drawn (draw.py). Then the token joins the sequence and its counts, the position moves on, and `halted` is set by a
-stop token, the end of the arena or a cancel, in this order. A score that is not a number, or no finite best one,
-halts without advancing.
+temperature <= 0 takes the lowest id among the best scores, from the head's partial results alone: the first program
+does it, the others leave at once. Above 0 all programs draw the token together (draw.py), and one goes on. Then the
+token joins the sequence and its counts, the position moves on, and `halted` is set by a stop token, the end of the
+arena or a cancel, in this order. A score that is not a number, or no finite best one, halts without advancing.
 
-This one program is the only reader of the host's cancel flag and the only writer of the live state, which every other
+This kernel is the only reader of the host's cancel flag and the only writer of the live state, which every other
 kernel may therefore read before its wait. The host reads the token and the status from its own pinned memory.
 """
 
@@ -14,9 +14,19 @@ from __future__ import annotations
 import torch
 
 from monograph.kernels.checks import expect, expect_scalars
-from monograph.kernels.device import enter, leave
-from monograph.kernels.draw import draw, draw_torch
-from monograph.kernels.tile import TRIGGER_AT_EXIT, Tile, ceil_power_of_two, launch_options, override
+from monograph.kernels.device import enter, leave, opaque
+from monograph.kernels.draw import draw, draw_torch, load_own_best
+from monograph.kernels.tile import (
+    BINS,
+    BUFFERS,
+    LIST,
+    TRIGGER_AT_EXIT,
+    Tile,
+    ceil_power_of_two,
+    draw_block,
+    launch_options,
+    override,
+)
 from monograph.kernels.triton_import import tl, triton
 
 STOPPED, FULL, CANCELLED, NON_FINITE = 1, 2, 3, 4  # values of `halted`
@@ -25,8 +35,18 @@ _STOPPED, _FULL, _CANCELLED, _NON_FINITE = (tl.constexpr(v) for v in (STOPPED, F
 
 
 @triton.jit
-def _publish(outbox_tokens_ptr, outbox_status_ptr, token_index, token, position, halted, ON_DEVICE: tl.constexpr):
-    """Host memory: the token (unless its index is negative), then position and halted as one 8-byte word.
+def _rank(score, token):
+    """int64 that orders (score, token): NaN, then the larger score, then the lower id. -0 and 0 are equal."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    key = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _publish(
+    outbox_tokens_ptr, outbox_status_ptr, token_index, token, tells, position, halted, ON_DEVICE: tl.constexpr
+):
+    """Host memory: the token (unless its index is negative), then position and halted as one 8-byte word, if `tells`.
 
     One thread stores both, the second with release semantics for the whole system: a host that sees the new status
     finds the token.
@@ -41,20 +61,77 @@ def _publish(outbox_tokens_ptr, outbox_status_ptr, token_index, token, position,
             mov.u32 thread, %tid.x;
             setp.eq.u32 first, thread, 0;
             setp.ge.and.s32 counts, $3, 0, first;
+            setp.ne.and.s32 first, $5, 0, first;
             mad.wide.s32 address, $3, 4, $1;
             @counts st.relaxed.sys.global.b32 [address], $4;
-            @first st.release.sys.global.b64 [$2], $5;
+            @first st.release.sys.global.b64 [$2], $6;
             mov.u32 $0, 0;
             }""",
-            "=r,l,l,r,r,l",
-            [outbox_tokens_ptr.to(tl.int64), outbox_status_ptr.to(tl.int64), token_index, token, status],
+            "=r,l,l,r,r,r,l",
+            [outbox_tokens_ptr.to(tl.int64), outbox_status_ptr.to(tl.int64), token_index, token, tells, status],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
         tl.store(outbox_tokens_ptr + token_index, token, mask=token_index >= 0)
-        tl.store(outbox_status_ptr.to(tl.pointer_type(tl.int64)), status)
+        tl.store(outbox_status_ptr.to(tl.pointer_type(tl.int64)), status, mask=tells != 0)
+
+
+@triton.jit
+def _load_best(gate_ptr, best_score_ptr, best_id_ptr, live, PROGRAMS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Whether the gate is open; scores of the head's programs, the largest of them, and its lowest id."""
+    opened = tl.load(gate_ptr, mask=live, other=0) != 0
+    offs_p = tl.arange(0, BLOCK_P)
+    known = offs_p < tl.where(live, PROGRAMS, 0)
+    best_score = tl.load(best_score_ptr + offs_p, mask=known, other=float("-inf"))
+    best_id = tl.load(best_id_ptr + offs_p, mask=known, other=0x7FFFFFFF)
+    best_score = tl.where(opened, best_score, float("-inf"))  # here, so that the gate is asked for before, not after
+    top = tl.max(_rank(best_score, best_id), axis=0)
+    key = (top >> 32).to(tl.int32)
+    best = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return opened, best_score, best, 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _conclude(
+    acts,  # whether anything is stored at all
+    opened,  # whether the gate is open
+    moves,  # whether there is a token
+    token,
+    cancelled,
+    position,
+    new_position,
+    position_limit,
+    stop_ids,
+    tokens_ptr,
+    position_ptr,
+    output_counts_ptr,
+    context_counts_ptr,
+    halted_ptr,
+    outbox_tokens_ptr,
+    outbox_status_ptr,
+    max_seq_len,
+    chunk,
+    ON_DEVICE: tl.constexpr,
+):
+    """Everything that a launch leaves behind. Only the status waits, until the host can see the token."""
+    stops = tl.max((stop_ids == token).to(tl.int32), axis=0) > 0
+    halted = tl.where(cancelled != 0, _CANCELLED, 0)
+    halted = tl.where(new_position + 1 >= position_limit, _FULL, halted)
+    halted = tl.where(stops, _STOPPED, halted)
+    halted = tl.where(moves, halted, _NON_FINITE)
+    reached = tl.where(moves, new_position, tl.where(opened, position, position + chunk))
+    counted = acts & moves
+    stored = counted & (new_position < max_seq_len)
+    tells = acts & opened
+    tl.store(tokens_ptr + new_position, token, mask=stored)
+    tl.atomic_add(output_counts_ptr + token, 1, mask=counted, sem="relaxed")
+    tl.atomic_add(context_counts_ptr + token, 1, mask=counted, sem="relaxed")
+    tl.store(position_ptr, reached, mask=acts)
+    tl.store(halted_ptr, halted, mask=tells)
+    index = tl.where(stored, new_position, -1)
+    _publish(outbox_tokens_ptr, outbox_status_ptr, index, token, tells.to(tl.int32), reached, halted, ON_DEVICE)
 
 
 @triton.jit
@@ -79,73 +156,129 @@ def _sample_kernel(
     halted_ptr,  # int32 [1]
     outbox_tokens_ptr,  # int32 [max_seq_len], host memory
     outbox_status_ptr,  # int32 [2], host memory
+    draw_arrivals_ptr,  # int32 [2]
+    draw_histogram_ptr,  # int64 [BUFFERS, BINS]
+    draw_list_ptr,  # int64 [LIST]
+    draw_masses_ptr,  # int64 [*]
     max_seq_len,
     chunk,
+    rehearsals,
     N: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STOP_IDS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    PART: tl.constexpr,
+    DRAWERS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CLEARS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    temperature = tl.load(temperature_ptr)
     if tl.load(halted_ptr) != 0:
         leave(PDL)
         return
-    temperature = tl.load(temperature_ptr)
+    program = tl.program_id(0)
+    draws = temperature > 0
+    if (program > 0) & (draws == 0):  # goes without waiting: program 0 waits
+        return
+    # All that only this kernel or the host writes is asked for at once, and before the wait.
+    cancelled = tl.load(cancel_ptr, volatile=True)
     position = tl.load(position_ptr)
-    new_position = tl.maximum(tl.load(prefill_end_ptr), position + 1)
+    prefill_end = tl.load(prefill_end_ptr)
     position_limit = tl.load(position_limit_ptr)
     offs_i = tl.arange(0, BLOCK_I)
     stop_ids = tl.load(stop_ids_ptr + offs_i, mask=offs_i < STOP_IDS, other=-1)
-    enter(PDL)
-    if tl.load(gate_ptr) == 0:
-        tl.store(position_ptr, position + chunk)
-        return
-    cancelled = tl.load(cancel_ptr, volatile=True)
-    offs_p = tl.arange(0, BLOCK_P)
-    best_score = tl.load(best_score_ptr + offs_p, mask=offs_p < PROGRAMS, other=float("-inf"))
-    best_id = tl.load(best_id_ptr + offs_p, mask=offs_p < PROGRAMS, other=2147483647)
-    is_nan = best_score != best_score
-    best = tl.max(tl.where(is_nan, float("-inf"), best_score), axis=0)
-    has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
-    if has_nan | (tl.abs(best) == float("inf")):
-        tl.store(halted_ptr, _NON_FINITE)
-        none = tl.full([], -1, tl.int32)
-        broken = none + (_NON_FINITE + 1)
-        _publish(outbox_tokens_ptr, outbox_status_ptr, none, none, position, broken, ON_DEVICE)
-        return
-    token = tl.min(tl.where(best_score == best, best_id, 2147483647), axis=0)
-    if temperature > 0:
-        token = draw(
-            scores_ptr,
-            best,
-            temperature,
-            tl.load(top_k_ptr),
-            tl.load(top_p_ptr),
-            tl.load(min_p_ptr),
-            tl.load(seed_ptr),
+    new_position = tl.maximum(prefill_end, position + 1)
+    if draws:
+        top_k = tl.load(top_k_ptr)
+        top_p = tl.load(top_p_ptr)
+        min_p = tl.load(min_p_ptr)
+        seed = tl.load(seed_ptr)
+        enter(PDL)
+        own_best = load_own_best(scores_ptr, N, BLOCK_V)
+        opened, best_score, best, token = _load_best(gate_ptr, best_score_ptr, best_id_ptr, draws, PROGRAMS, BLOCK_P)
+        moves = opened & (tl.abs(best) < float("inf"))
+        acts = program == 0
+        if moves:
+            token = draw(
+                scores_ptr,
+                best_score,
+                best,
+                own_best,
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                seed,
+                new_position,
+                draw_arrivals_ptr,
+                draw_histogram_ptr,
+                draw_list_ptr,
+                draw_masses_ptr,
+                N,
+                BLOCK_V,
+                PART,
+                DRAWERS,
+                BLOCK_D,
+                CLEARS,
+            )
+            acts = token >= 0
+        _conclude(
+            acts,
+            opened,
+            moves,
+            token,
+            cancelled,
+            position,
             new_position,
-            N,
-            COLUMNS,
-            BLOCK_V,
-            BLOCKS,
+            position_limit,
+            stop_ids,
+            tokens_ptr,
+            position_ptr,
+            output_counts_ptr,
+            context_counts_ptr,
+            halted_ptr,
+            outbox_tokens_ptr,
+            outbox_status_ptr,
+            max_seq_len,
+            chunk,
+            ON_DEVICE,
         )
-    stops = tl.max((stop_ids == token).to(tl.int32), axis=0) > 0
-    halted = tl.where(cancelled != 0, _CANCELLED, 0)
-    halted = tl.where(new_position + 1 >= position_limit, _FULL, halted)
-    halted = tl.where(stops, _STOPPED, halted)
-    inside = new_position < max_seq_len
-    tl.store(tokens_ptr + new_position, token, mask=inside)
-    tl.store(output_counts_ptr + token, tl.load(output_counts_ptr + token) + 1)
-    tl.store(context_counts_ptr + token, tl.load(context_counts_ptr + token) + 1)
-    tl.store(position_ptr, new_position)
-    tl.store(halted_ptr, halted)
-    token_index = tl.where(inside, new_position, -1)
-    _publish(outbox_tokens_ptr, outbox_status_ptr, token_index, token, new_position, halted, ON_DEVICE)
+    else:
+        # The instructions of the way on have left every cache since the last step. The program goes it for nothing
+        # before the wait, all loads and stores masked, so that they are not fetched piece by piece after it.
+        left = rehearsals
+        while left >= 0:
+            live = left == 0
+            if live:
+                enter(PDL)
+            opened, _score, best, token = _load_best(gate_ptr, best_score_ptr, best_id_ptr, live, PROGRAMS, BLOCK_P)
+            moves = opened & (tl.abs(best) < float("inf"))
+            _conclude(
+                live,
+                opened,
+                moves,
+                token,
+                cancelled,
+                position,
+                new_position,
+                position_limit,
+                stop_ids,
+                tokens_ptr,
+                position_ptr,
+                output_counts_ptr,
+                context_counts_ptr,
+                halted_ptr,
+                outbox_tokens_ptr,
+                outbox_status_ptr,
+                max_seq_len,
+                chunk,
+                ON_DEVICE,
+            )
+            left = opaque(left - 1, ON_DEVICE)
 
 
 def sample(
@@ -169,6 +302,10 @@ def sample(
     halted: torch.Tensor,  # int32 [1]
     outbox_tokens: torch.Tensor,  # int32 [max_seq_len], pinned host memory on a GPU
     outbox_status: torch.Tensor,  # int32 [2], pinned host memory on a GPU
+    draw_arrivals: torch.Tensor,  # int32 [2], zero
+    draw_histogram: torch.Tensor,  # int64 [BUFFERS, BINS], zero
+    draw_list: torch.Tensor,  # int64 [LIST]
+    draw_masses: torch.Tensor,  # int64 [at least the number of programs that draw]
     *,
     chunk: int,
     pdl: bool = False,
@@ -179,7 +316,8 @@ def sample(
     Args:
         chunk: rows of a prefill chunk.
         pdl: launch before the predecessor has ended; needs sm_90.
-        tile: overrides of COLUMNS, BLOCK_V (ids of one step of the draw), num_warps, trigger.
+        tile: overrides of BLOCK_V (ids of a program that draws), num_warps, trigger, rehearsals (of the way after the
+            wait, before it).
 
     Raises:
         ValueError: an argument of the wrong shape, dtype or layout.
@@ -209,10 +347,24 @@ def sample(
     expect("sample", "context_counts", context_counts, (vocab_size,), torch.int32)
     expect("sample", "outbox_tokens", outbox_tokens, (max_seq_len,), torch.int32)
     expect("sample", "outbox_status", outbox_status, (2,), torch.int32)
-    ids = ceil_power_of_two(vocab_size)
-    default = {"COLUMNS": min(2048, ids), "BLOCK_V": min(4096, ids), "num_warps": 16, "trigger": TRIGGER_AT_EXIT}
+    expect("sample", "draw_arrivals", draw_arrivals, (2,), torch.int32)
+    expect("sample", "draw_histogram", draw_histogram, (BUFFERS, BINS), torch.int64)
+    expect("sample", "draw_list", draw_list, (LIST,), torch.int64)
+    expect("sample", "draw_masses", draw_masses, (draw_masses.numel(),), torch.int64)
+    default = {
+        "BLOCK_V": draw_block(vocab_size, draw_masses.numel(), scores.device),
+        "num_warps": 4,
+        "trigger": TRIGGER_AT_EXIT,
+        "rehearsals": 1,
+    }
     t = override("sample", default, tile)
-    _sample_kernel[(1,)](
+    drawing = triton.cdiv(vocab_size, t["BLOCK_V"])
+    if drawing > draw_masses.numel():
+        raise ValueError(
+            f"sample: {drawing} programs of {t['BLOCK_V']} ids need draw_masses of as many, got {draw_masses.numel()}; "
+            f"choose a larger BLOCK_V"
+        )
+    _sample_kernel[(drawing,)](
         scores,
         best_score,
         best_id,
@@ -233,16 +385,23 @@ def sample(
         halted,
         outbox_tokens,
         outbox_status,
+        draw_arrivals,
+        draw_histogram,
+        draw_list,
+        draw_masses,
         max_seq_len,
         chunk,
+        t["rehearsals"] if pdl else 0,
         N=vocab_size,
         PROGRAMS=programs,
         STOP_IDS=stop_ids.numel(),
         BLOCK_P=ceil_power_of_two(programs),
         BLOCK_I=ceil_power_of_two(max(stop_ids.numel(), 1)),
-        COLUMNS=t["COLUMNS"],
         BLOCK_V=t["BLOCK_V"],
-        BLOCKS=ceil_power_of_two(triton.cdiv(vocab_size, t["BLOCK_V"])),
+        PART=min(t["BLOCK_V"], 64 * t["num_warps"]),
+        DRAWERS=drawing,
+        BLOCK_D=ceil_power_of_two(drawing),
+        CLEARS=ceil_power_of_two(triton.cdiv(BINS, drawing)),
         ON_DEVICE=scores.device.type != "cpu",
         PDL=t["trigger"] if pdl else 0,
         num_warps=t["num_warps"],
@@ -271,6 +430,10 @@ def sample_torch(
     halted: torch.Tensor,  # int32 [1]
     outbox_tokens: torch.Tensor,  # int32 [max_seq_len], pinned host memory on a GPU
     outbox_status: torch.Tensor,  # int32 [2], pinned host memory on a GPU
+    draw_arrivals: torch.Tensor,  # int32 [2], zero
+    draw_histogram: torch.Tensor,  # int64 [BUFFERS, BINS], zero
+    draw_list: torch.Tensor,  # int64 [LIST]
+    draw_masses: torch.Tensor,  # int64 [at least the number of programs that draw]
     *,
     chunk: int,
 ) -> None:

@@ -1,10 +1,11 @@
-"""Thresholds over a vocabulary, in one program: how far below the best score a token may be and still be kept.
+"""Masses of tokens, and thresholds over a vocabulary: how far below the best score a token may be and still be kept.
 
 A token's key is the bit pattern of its distance max - score >= 0: as a whole number it orders distances. The
-threshold for a goal is the smallest key up to which tokens, or their masses, add up to the goal. One pass keeps the
-four smallest keys of each of COLUMNS columns; unless a column held a fifth that matters, the answer is found among
-them, in registers. Otherwise the pass has still raised the lower bound, a few passes narrow what is left by
-interpolation, and it starts again.
+threshold for a goal is the smallest key up to which tokens, or their masses, add up to the goal. All programs of a
+launch search it together, each with ids of its own in registers: a round adds up what lies in each of BINS ranges of
+keys, in a histogram that all share; the programs meet, read it, and agree on the range that holds the answer, which
+the next round divides. Ranges of the first round are a 32nd of an octave of distance wide, so that three rounds find
+most answers; nothing is ever approximate.
 
 Masses are whole numbers: the same on every device, in every order of addition. A token's mass is 2**-t in units of
 2**-40 of the most probable token's mass, rounded down, with t = (max - score) * log2(e) / temperature. 2**-t is a
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import torch
 
+from monograph.kernels.device import meet
+from monograph.kernels.tile import BINS, BUFFERS
 from monograph.kernels.triton_import import tl, triton
 
 LOG2_E = 1.4426950408889634
@@ -37,9 +40,11 @@ MAX_SHARPNESS = 3.0e38
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in (C1, C2, C3, C4, C5))
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(ROUNDER), tl.constexpr(ROUNDER_BITS)
 _FARTHEST = tl.constexpr(FARTHEST)
-_NOTHING = tl.constexpr(0x7FFFFFFF)  # beyond every key
 _INFINITE = tl.constexpr(0x7F800000)  # the key of an infinite distance
-_MARGIN = tl.constexpr(1 / 32)
+_BINS, _BUFFERS = tl.constexpr(BINS), tl.constexpr(BUFFERS)
+_MASSLESS = tl.constexpr(41.0)  # an exponent at which a token has no mass
+_MIN_SHARPNESS = tl.constexpr(1.4e-37)  # below it a token at any distance has a mass
+_FIRST_SHIFT = tl.constexpr(18)  # 32 bins an octave: all of them, 16 octaves
 
 
 @triton.jit
@@ -60,134 +65,154 @@ def mass(distance, sharpness):
 
 
 @triton.jit
+def search(values, goal, SIZE: tl.constexpr):
+    """Where running sums of int64 [SIZE] >= 0 reach the goal: the index (SIZE if nowhere), and the sum before it.
+
+    Row by row, then within a row, which takes fewer registers and exchanges than running sums of all.
+    """
+    COLUMNS: tl.constexpr = 32 if SIZE > 32 else SIZE
+    ROWS: tl.constexpr = SIZE // COLUMNS
+    offs_r = tl.arange(0, ROWS)
+    offs_c = tl.arange(0, COLUMNS)
+    grid = tl.reshape(values, [ROWS, COLUMNS])
+    sums = tl.sum(grid, axis=1)
+    row = tl.sum((tl.cumsum(sums, axis=0) < goal).to(tl.int32), axis=0)
+    before = tl.sum(tl.where(offs_r < row, sums, 0), axis=0)
+    entries = tl.sum(tl.where((offs_r == row)[:, None], grid, 0), axis=0)
+    column = tl.sum((tl.cumsum(entries, axis=0) + before < goal).to(tl.int32), axis=0)
+    before += tl.sum(tl.where(offs_c < column, entries, 0), axis=0)
+    return tl.minimum(row * COLUMNS + column, SIZE), before
+
+
+@triton.jit
 def load_distance(scores_ptr, best, offs, N: tl.constexpr):
     """Distances below the best score; infinite, so of no mass, beyond the vocabulary."""
     return best - tl.load(scores_ptr + offs, mask=offs < N, other=float("-inf"))
 
 
 @triton.jit
-def _weight(key, sharpness, by_mass: tl.constexpr):
-    if by_mass:
-        weight = mass(key.to(tl.float32, bitcast=True), sharpness)
-    else:
-        weight = tl.full(key.shape, 1, tl.int64)
-    return weight
-
-
-@triton.jit
-def measure(scores_ptr, best, sharpness, by_mass: tl.constexpr, limit0, limit1, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """One pass: number or mass (int64) of the tokens with keys up to `limit0`, and up to `limit1`.
-
-    A number is right for limits short of infinite distance, where what lies beyond the vocabulary would count.
-    """
-    offs = tl.arange(0, COLUMNS)
-    total0 = tl.zeros([COLUMNS], dtype=tl.int64)
-    total1 = total0
-    next_distance = load_distance(scores_ptr, best, offs, N)
-    start = 0
-    while start < N:
-        key = next_distance.to(tl.int32, bitcast=True)
-        start += COLUMNS
-        next_distance = load_distance(scores_ptr, best, start + offs, N)
-        weight = _weight(key, sharpness, by_mass)
-        total0 += tl.where(key <= limit0, weight, 0)
-        total1 += tl.where(key <= limit1, weight, 0)
-    return tl.sum(total0, axis=0), tl.sum(total1, axis=0)
-
-
-@triton.jit
-def _collect(scores_ptr, best, low, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """One pass: each column's four smallest keys from `low` on, the smallest key of all that were left out, and the
-    largest key of a finite distance."""
-    offs = tl.arange(0, COLUMNS)
-    farthest = tl.zeros([COLUMNS], dtype=tl.int32)
-    k0 = tl.full([COLUMNS], _NOTHING, dtype=tl.int32)
-    k1 = k0
-    k2 = k0
-    k3 = k0
-    left_out = k0
-    next_distance = load_distance(scores_ptr, best, offs, N)
-    start = 0
-    while start < N:
-        key = next_distance.to(tl.int32, bitcast=True)
-        farthest = tl.maximum(farthest, tl.where(key < _INFINITE, key, 0))
-        key = tl.where((start + offs < N) & (key >= low), key, _NOTHING)
-        start += COLUMNS
-        next_distance = load_distance(scores_ptr, best, start + offs, N)
-        larger = tl.maximum(k0, key)
-        k0 = tl.minimum(k0, key)
-        key = tl.maximum(k1, larger)
-        k1 = tl.minimum(k1, larger)
-        larger = tl.maximum(k2, key)
-        k2 = tl.minimum(k2, key)
-        key = tl.maximum(k3, larger)
-        k3 = tl.minimum(k3, larger)
-        left_out = tl.minimum(left_out, key)
-    return k0, k1, k2, k3, tl.min(left_out, axis=0), tl.max(farthest, axis=0)
-
-
-@triton.jit
-def _sum_up_to(limit, k0, k1, k2, k3, w0, w1, w2, w3):
-    total = tl.where(k0 <= limit, w0, 0) + tl.where(k1 <= limit, w1, 0)
-    total += tl.where(k2 <= limit, w2, 0) + tl.where(k3 <= limit, w3, 0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _between(low, high, end, fraction):
-    """The key at a fraction of the distance from key low to key end, but from low on and before high."""
-    near = low.to(tl.float32, bitcast=True)
-    far = tl.maximum(end, low).to(tl.float32, bitcast=True)
-    distance = near + (far - near) * tl.minimum(tl.maximum(fraction, 0.0), 1.0)
-    return tl.minimum(tl.maximum(distance.to(tl.int32, bitcast=True), low), high - 1)
-
-
-@triton.jit
-def threshold(
-    scores_ptr, best, sharpness, by_mass: tl.constexpr, goal, everything, N: tl.constexpr, COLUMNS: tl.constexpr
+def _add_up(
+    scores_ptr,
+    best,
+    sharpness,
+    by_mass,
+    limit,
+    small,
+    first,
+    shift,
+    low,
+    high,
+    buffer_ptr,
+    program,
+    N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """The smallest key up to which tokens, or masses, add up to `goal`; all together add up to `everything`."""
-    zero = tl.zeros([], dtype=tl.int32)
-    low = zero  # the answer is in [low, high]; keys before low measure `below`, keys up to high `reached`
-    high = zero + _INFINITE
-    below = tl.zeros([], dtype=tl.int64)
-    reached = everything
-    while low < high:
-        k0, k1, k2, k3, left_out, farthest = _collect(scores_ptr, best, low, N, COLUMNS)
-        w0 = _weight(k0, sharpness, by_mass)
-        w1 = _weight(k1, sharpness, by_mass)
-        w2 = _weight(k2, sharpness, by_mass)
-        w3 = _weight(k3, sharpness, by_mass)
-        last = tl.minimum(left_out - 1, _INFINITE)
-        before = below + _sum_up_to(last, k0, k1, k2, k3, w0, w1, w2, w3)
-        if before >= goal:  # no token that was left out matters
-            high = tl.minimum(high, last)
-            while low < high:
-                middle = low + (high - low) // 2
-                enough = below + _sum_up_to(middle, k0, k1, k2, k3, w0, w1, w2, w3) >= goal
-                high = tl.where(enough, middle, high)
-                low = tl.where(enough, low, middle + 1)
-        else:
-            tie = left_out == low  # more equal tokens than a column keeps: see first whether they are the answer
-            low = left_out
-            below = before
-            narrowing = 0
-            while (low < high) & (narrowing < 4):
-                # In thirds, twice; then a little to either side of where a straight line would reach the goal.
-                line = (goal - below).to(tl.float32) / (reached - below).to(tl.float32)
-                end = tl.minimum(high, farthest)
-                limit0 = _between(low, high, end, tl.where(narrowing < 2, 0.333, line - _MARGIN))
-                limit1 = _between(low, high, end, tl.where(narrowing < 2, 0.667, line + _MARGIN))
-                limit0 = tl.where(tie & (narrowing == 0), low, limit0)
-                sum0, sum1 = measure(scores_ptr, best, sharpness, by_mass, limit0, limit1, N, COLUMNS)
-                enough0 = sum0 >= goal
-                enough1 = sum1 >= goal
-                low = tl.where(enough0, low, tl.where(enough1, limit0, limit1) + 1)
-                below = tl.where(enough0, below, tl.where(enough1, sum0, sum1))
-                high = tl.where(enough0, limit0, tl.where(enough1, limit1, high))
-                reached = tl.where(enough0, sum0, tl.where(enough1, sum1, reached))
-                narrowing += 1
-    return low
+    """Adds the weights of this program's ids to the histogram.
+
+    Those in the first bin are added up here: there lie equal scores and all that are hardly below the best, which would
+    queue for it one by one. So are the small ones, in the last bin, which is beyond every possible answer.
+    """
+    nearest = tl.zeros([PART], dtype=tl.int64)
+    rest = nearest
+    start = 0
+    while start < BLOCK_V:
+        distance = load_distance(scores_ptr, best, program * BLOCK_V + start + tl.arange(0, PART), N)
+        key = distance.to(tl.int32, bitcast=True)
+        weight = mass(distance, sharpness)
+        weight = tl.where(by_mass, weight, (weight > 0).to(tl.int64))
+        counts = (key <= limit) & (key >= low) & (key <= high)
+        weight = tl.where(counts, weight, 0)
+        large = weight >= small
+        place = tl.minimum(tl.maximum(key - first, 0) >> shift, _BINS - 1)
+        rest += tl.where(large, 0, weight)
+        nearest += tl.where(large & (place == 0), weight, 0)
+        tl.atomic_add(buffer_ptr + place, weight, mask=large & (place > 0) & (weight > 0), sem="relaxed")
+        start += PART
+    nearest_sum = tl.sum(nearest, axis=0)
+    rest_sum = tl.sum(rest, axis=0)
+    tl.atomic_add(buffer_ptr, nearest_sum, mask=nearest_sum > 0, sem="relaxed")
+    tl.atomic_add(buffer_ptr + (_BINS - 1), rest_sum, mask=rest_sum > 0, sem="relaxed")
+
+
+@triton.jit
+def narrow(
+    scores_ptr,  # fp32 [N]
+    best,  # the largest of them
+    sharpness,
+    by_mass,  # whether masses add up, or tokens that have a mass
+    goal,  # int64, or 0: `share` of the sum
+    share,  # fp32, below 1
+    limit,  # no token with a key beyond it counts
+    small,  # int64: tokens of less mass are beyond every possible answer
+    met,  # int32: how often the programs have met in this launch
+    rounds,  # int32: how many of these were rounds
+    arrivals_ptr,  # int32 [1]
+    histogram_ptr,  # int64 [BUFFERS, BINS], zero but for the last round's
+    program,
+    N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PART: tl.constexpr,
+    DRAWERS: tl.constexpr,  # programs of the launch
+    CLEARS: tl.constexpr,  # bins that each of them clears
+):
+    """The smallest key up to which weights add up to the goal (that of an infinite distance where they never do).
+
+    Every program of the launch has to call it. A round's buffer is cleared after the next meeting, when all have read
+    it, and used again after another: three take turns.
+
+    Returns:
+        the key, and `met` and `rounds` as they are now.
+    """
+    reach = tl.div_rn(tl.full([], _MASSLESS, tl.float32), tl.maximum(sharpness, _MIN_SHARPNESS))
+    shift = tl.zeros([], dtype=tl.int32) + _FIRST_SHIFT
+    first = reach.to(tl.int32, bitcast=True) - ((_BINS - 2) << _FIRST_SHIFT)  # `reach` is in the last but one
+    low = tl.zeros([], dtype=tl.int32)
+    high = tl.zeros([], dtype=tl.int32) + (_INFINITE - 1)
+    below = tl.zeros([], dtype=tl.int64)  # the sum of weights before `low`
+    searching = goal >= 0
+    while searching:
+        buffer_ptr = histogram_ptr + (rounds % _BUFFERS) * _BINS
+        _add_up(
+            scores_ptr,
+            best,
+            sharpness,
+            by_mass,
+            limit,
+            small,
+            first,
+            shift,
+            low,
+            high,
+            buffer_ptr,
+            program,
+            N,
+            BLOCK_V,
+            PART,
+        )
+        met += 1
+        meet(arrivals_ptr, met * DRAWERS)
+        sums = tl.load(buffer_ptr + tl.arange(0, _BINS), cache_modifier=".cg")
+        clear_ptr = histogram_ptr + ((rounds + _BUFFERS - 1) % _BUFFERS) * _BINS
+        offs_z = program * CLEARS + tl.arange(0, CLEARS)
+        tl.store(clear_ptr + offs_z, tl.zeros([CLEARS], dtype=tl.int64), mask=offs_z < _BINS)
+        total = tl.sum(sums, axis=0)  # what `share` is of, in the first round
+        wanted = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+        goal = tl.where(goal == 0, wanted, goal)
+        chosen, before = search(sums, goal - below, _BINS)
+        below += before
+        high = tl.where(chosen < _BINS - 1, tl.minimum(high, first + ((chosen + 1) << shift) - 1), high)
+        low = tl.maximum(low, tl.where(chosen > 0, first + (chosen << shift), 0))
+        low = tl.where(chosen == _BINS, _INFINITE, low)
+        high = tl.where(chosen == _BINS, _INFINITE, high)
+        first = low
+        small = tl.zeros([], dtype=tl.int64)
+        shift = tl.zeros([], dtype=tl.int32)
+        while ((high - low) >> shift) >= _BINS:
+            shift += 1
+        rounds += 1
+        searching = low < high
+    return low, met, rounds
 
 
 def sharpness_torch(temperature: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,10 @@ MAX_WARPS = 16
 MAX_ROWS = 16
 LONG_ROW, LONGEST_WALKED_ROW = 12288, 32768  # bytes
 
+# What programs share that draw a token together.
+BINS, BUFFERS = 512, 3  # of the histogram of a round of the search for a threshold
+LIST = 256  # tokens that a small top-k may leave
+
 Tile = dict[str, int]
 
 
@@ -88,6 +92,16 @@ def multiprocessors(device: torch.device) -> int:
 def column_block(in_features: int, dtype: torch.dtype, num_warps: int) -> int:
     """Columns that one 128-bit load of every thread covers, or the whole row where it is shorter."""
     return min(32 * num_warps * vector_width(dtype), max(ceil_power_of_two(in_features), vector_width(dtype)))
+
+
+def draw_block(vocab_size: int, most_programs: int, device: torch.device) -> int:
+    """Ids of each program that draws: a power of two, so many that all programs are resident at once.
+
+    They wait for each other, and an eighth of a multiprocessor is enough for one; at most two on each are asked for. On
+    a CPU, where programs run one after another, it is one program.
+    """
+    programs = 1 if device.type == "cpu" else min(2 * multiprocessors(device), most_programs)
+    return max(ceil_power_of_two(-(-vocab_size // programs)), min(1024, ceil_power_of_two(vocab_size)))
 
 
 def override(op: str, default: Tile, tile: Tile | None) -> Tile:

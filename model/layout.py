@@ -13,6 +13,7 @@ import torch
 
 from monograph.arena import Layout, SlotRequest, Span, plan
 from monograph.errors import ConfigError
+from monograph.kernels.tile import BINS, BUFFERS, LIST
 from monograph.model.config import ModelConfig
 
 # One prefill launch takes this many prompt tokens. A constant, so that nothing about the bits of a prompt's KV rows
@@ -24,6 +25,8 @@ LOGITS_ROWS = 64
 ATTENTION_PROGRAMS = 264
 # Programs of the head, each with a row in best_score and best_id; four for each SM of an H200.
 HEAD_PROGRAMS = 528
+# The most programs that draw a token together, each with a row in draw_masses.
+DRAW_PROGRAMS = 512
 MAX_STOP_IDS = 64
 FIRST_KNOB, LAST_KNOB = "position", "processors"
 
@@ -146,6 +149,8 @@ def _state(config: ModelConfig, capacity: Capacity) -> Iterator[SlotRequest]:
     yield state("top_k", 1)
     yield state(LAST_KNOB, 1)
     yield state("arrivals", config.num_kv_heads)
+    yield state("draw_arrivals", 2)
+    yield state("draw_histogram", BUFFERS, BINS, dtype=torch.int64)
     yield state("logit_bias", config.vocab_size, dtype=torch.float32)
     yield state("context_counts", config.vocab_size)
     yield state("output_counts", config.vocab_size)
@@ -173,6 +178,8 @@ def _scratch(config: ModelConfig, capacity: Capacity) -> Iterator[SlotRequest]:
     yield decode("scores", config.vocab_size)
     yield decode("best_score", capacity.head_programs)
     yield decode("best_id", capacity.head_programs, dtype=torch.int32)
+    yield decode("draw_list", LIST, dtype=torch.int64)
+    yield decode("draw_masses", DRAW_PROGRAMS, dtype=torch.int64)
 
     # Spans count the launches of a layer: norm 1, qkv 2, attention 3, output 4, norm 5, gate-up 6, down 7. What lives
     # inside a layer may share bytes with what lives elsewhere in it; the layers follow each other over the same bytes.

@@ -216,6 +216,7 @@ class _Builder:
                 *self.slots(gate, "tokens", "position", "prefill_end", "output_counts", "context_counts", "halted"),
                 self.host.view("outbox_tokens"),
                 self.host.view("outbox_status"),
+                *self.slots("draw_arrivals", "draw_histogram", "draw_list", "draw_masses"),
             ),
             {"chunk": self.capacity.chunk_rows},
         )

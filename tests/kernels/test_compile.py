@@ -50,7 +50,8 @@ def compile_all(jobs: list[str]) -> list[dict[str, Any]]:
 def check(report: dict[str, Any]) -> None:
     capability, dtype, shape = report["job"].split(":")[:3]
     launch = report["launch"]
-    assert report["stack"] == 0, report
+    # No spills, but for what leads out of the nested loops of a draw, saved once.
+    assert report["stack"] <= (64 if launch == "sample" else 0), report
     assert report["shared"] <= SHARED_LIMIT[int(capability)], report
     assert not report["tf32"], report
     assert report["mma"] == (launch == "attention" and dtype != "float32"), report
@@ -60,10 +61,13 @@ def check(report: dict[str, Any]) -> None:
             assert report["wide_weight_loads"] == report["weight_loads"], report
     if launch == "attention":
         assert report["wide_loads"] >= 2, report
-    if int(capability) >= 90:  # two waits: on the way through, and on the way out of a halted launch
-        assert report["waits"] == 2, report
+    if int(capability) >= 90:  # a wait on the way through, or on both of them, and on the way out of a halted launch
+        assert report["waits"] == (3 if launch == "sample" else 2), report
         assert not report["stores_early"], report
         assert launch == "sample" or report["loads_early"] > 0, report  # weights or cache before the wait
+        if launch in ("head", "sample") and shape == "llama-3.2-1b" and dtype == "bfloat16" and capability == "90":
+            # Four programs of the head and one of the choice fit in the registers of a multiprocessor.
+            assert report["registers"] <= (104 if launch == "head" else 96), report
     else:
         assert report["waits"] == 0, report
 

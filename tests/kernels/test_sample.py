@@ -11,10 +11,11 @@ import torch
 
 from monograph.kernels.head import NO_ID
 from monograph.kernels.sample import CANCELLED, FULL, NON_FINITE, STOPPED, sample, sample_torch
+from monograph.kernels.tile import BINS, BUFFERS, LIST
 from tests.kernels.rows import DEVICE, ON_GPU, Slots, same_bits
 
 FUNCTIONS = [sample, sample_torch]
-SMALL_TILE = {"COLUMNS": 64, "BLOCK_V": 256}
+SMALL_TILE = {"BLOCK_V": 64}  # five programs, which only a GPU runs at once
 VOCAB, MAX_SEQ_LEN, CHUNK = 300, 16, 5
 NAN, INF = float("nan"), float("inf")
 
@@ -60,7 +61,13 @@ class Step:
             outbox_tokens=outbox_tokens,
             outbox_status=outbox_status,
         )
-        if function is sample:
+        draw_slots = (
+            slots.copy(torch.zeros(2, dtype=torch.int32)),
+            slots.copy(torch.zeros(BUFFERS, BINS, dtype=torch.int64)),
+            slots.new(LIST, dtype=torch.int64),
+            slots.new(8, dtype=torch.int64),
+        )
+        if function is sample and ON_GPU:
             options = {"tile": SMALL_TILE} | options
         function(
             slots.copy(self.scores),
@@ -83,12 +90,15 @@ class Step:
             after.halted,
             outbox_tokens,
             outbox_status,
+            *draw_slots,
             chunk=CHUNK,
             **options,
         )
         if ON_GPU:
             torch.cuda.synchronize()
         slots.check_guards()
+        assert not draw_slots[0].any()  # zero again, for the next launch
+        assert not draw_slots[1].any()
         return after
 
 
@@ -286,4 +296,4 @@ def test_wrong_arguments_are_named() -> None:
         Step().run(sample, tile={"BLOCK_Q": 1})
     best = torch.zeros(1, device=DEVICE)
     with pytest.raises(ValueError, match=r"sample: best_id must be contiguous int32 \[1\]"):
-        sample(best, best, best, *[best] * 17, chunk=1)
+        sample(best, best, best, *[best] * 21, chunk=1)
