@@ -185,9 +185,9 @@ def head(
     expect("head", "best_score", best_score, (grid,), torch.float32)
     expect("head", "best_id", best_id, (grid,), torch.int32)
     default = matvec_tile(vocab_size, hidden_size, weight.dtype, num_warps=4, bytes_per_thread=128)
-    # Four programs fill a multiprocessor; with rows of up to 4 KiB they can leave registers for a program of `sample`,
+    # Four programs fill a multiprocessor; with rows of 2 to 4 KiB they can leave registers for a program of `sample`,
     # which is then resident, its state read and its instructions fetched, before the head ends. 0: as many as it takes.
-    default["max_registers"] = 104 if hidden_size * weight.dtype.itemsize <= 4096 else 0
+    default["max_registers"] = 104 if 2048 <= hidden_size * weight.dtype.itemsize <= 4096 else 0
     t = override("head", default, tile)
     limits = {"maxnreg": t["max_registers"]} if pdl and t["max_registers"] else {}
     block_k = column_block(hidden_size, weight.dtype, t["num_warps"])
