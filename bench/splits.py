@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+from monograph.kernels import attention, attention_mma
 from monograph.model.decoder import Decoder
 from monograph.model.program import Launch
 
@@ -30,25 +32,36 @@ def active_splits(decoder: Decoder) -> Callable[[int], int]:
     Args:
         decoder: Whose step it is.
     """
-    attention = next(launch for launch in decoder.program.decode if launch.name.endswith(".attention"))
-    sizes = _launch_options(attention)
-    rows, least, most = sizes["BLOCK_T"], sizes["MIN_BLOCKS"], sizes["NUM_SPLITS"]
-    return lambda length: min(max(((length - 1) // rows + 1) // least, 1), most)
+    launch = next(launch for launch in decoder.program.decode if launch.name.endswith(".attention"))
+    sizes = _launch_options(launch)
+    least, most = sizes["MIN_BLOCKS"], sizes["NUM_SPLITS"]
+    if "BLOCK_T" in sizes:  # attention.py: blocks of all rows
+        return lambda length: min(max(((length - 1) // sizes["BLOCK_T"] + 1) // least, 1), most)
+    rows = 16 * sizes["NUM_WARPS"]  # attention_mma.py: blocks of rows older than the live one
+    return lambda length: min(max((length - 1 + rows - 1) // rows // least, 1), most)
 
 
 def _launch_options(launch: Launch) -> dict[str, Any]:
-    """The keyword arguments with which a wrapper would launch its kernel."""
-    module = sys.modules[launch.kernel.__module__]
-    name = f"_{launch.kernel.__name__}_kernel"
-    kernel, options = getattr(module, name), {}
+    """The keyword arguments with which attention would launch whichever kernel it chooses."""
+    options: dict[str, Any] = {}
 
     class Recorder:
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *_, **given: options.update(given)
 
-    setattr(module, name, Recorder())
-    try:
+    with _replaced(((attention, "_attention_kernel"), (attention_mma, "_attention_mma_kernel")), Recorder()):
         launch.kernel(*launch.args, **launch.constants)
-    finally:
-        setattr(module, name, kernel)
     return options
+
+
+@contextmanager
+def _replaced(names: tuple[tuple[ModuleType, str], ...], value: Any) -> Iterator[None]:
+    """Names of modules that are something else for a while."""
+    kept = [getattr(module, name) for module, name in names]
+    try:
+        for module, name in names:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name), before in zip(names, kept, strict=True):
+            setattr(module, name, before)

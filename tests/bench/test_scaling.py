@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import bench.scaling
 from bench.scaling import above_line, first_lengths, spread_lengths
 from bench.shapes import SHAPES
 from bench.splits import active_splits, split_changes
 from bench.step import BATCH, Step, Timing, Verdict
+from monograph.kernels.attention import attention, attention_torch
+from monograph.model.program import Launch
 from tests.bench.test_decode import FORM
 from tests.bench.tiny import CONFIG, tiny_step
 
@@ -65,6 +69,22 @@ def test_splits_are_those_of_the_kernel() -> None:
         attention.kernel(*attention.args, **attention.constants)
         left = int(lse.isfinite().all(dim=1).sum())
         assert max(left, 1) == splits(length), length  # a split alone leaves its result, and no part
+
+
+def test_splits_of_the_tensor_core_kernel() -> None:
+    """Whose blocks are of rows older than the live one: 128 with eight warps, two of them a split."""
+
+    def new(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device="meta")
+
+    cache, one, q = new(8, 4096, 64, dtype=torch.bfloat16), new(1, dtype=torch.int32), new(32, 64, dtype=torch.float32)
+    partials = new(33, 32, 64, dtype=torch.float32), new(33, 32, dtype=torch.float32), new(8, dtype=torch.int32)
+    launch = Launch(
+        "layers.0.attention", attention, attention_torch, (q, cache, cache, one, one, *partials, q), {"scale": 0.1}
+    )
+    splits = active_splits(SimpleNamespace(program=SimpleNamespace(decode=[launch])))
+    lengths = (1, 129, 385, 386, 513, 641, 642, 1025, 131072)
+    assert [splits(length) for length in lengths] == [1, 1, 1, 2, 2, 2, 3, 4, 33]
 
 
 @pytest.fixture
