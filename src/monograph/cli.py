@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from monograph.chat.terminal import INTERRUPTED, LoadLine, complain, converse, show, show_stats
+from monograph.chat.terminal import INTERRUPTED, LoadLine, complain, converse, printable, show, show_stats
 from monograph.errors import MonographError, PromptError
 
 if TYPE_CHECKING:
@@ -183,6 +183,18 @@ def make_parser() -> argparse.ArgumentParser:
     _add_model(warm)
     _add_load_options(warm)
     warm.set_defaults(command=_warm)
+
+    doctor = commands.add_parser(
+        "doctor",
+        prog="monograph doctor",
+        help="see what this machine has and lacks",
+        usage="monograph doctor [options]",
+        description="Look at what monograph needs of this machine: Python, PyTorch, GPU, driver, compiler, caches, "
+        "libraries. Each is ok, warn or fail, with the way out. The network is not asked.",
+        epilog="The exit status is 0 if monograph can run here, on a GPU or on the CPU, and 1 if it cannot.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -315,6 +327,17 @@ def _warm(args: argparse.Namespace) -> int:
     else:
         print(warmed)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from monograph.model.doctor import diagnose
+
+    diagnosis = diagnose()
+    if args.json:
+        print(diagnosis.to_json())
+    else:
+        print("\n".join(printable(line) for line in str(diagnosis).splitlines()))
+    return 0 if diagnosis.can_run else 1
 
 
 def _load(args: argparse.Namespace) -> Engine:
