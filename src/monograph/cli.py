@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from monograph.chat.terminal import INTERRUPTED, LoadLine, complain, converse, printable, show, show_stats
-from monograph.errors import MonographError, PromptError
+from monograph.errors import ConfigError, MonographError, PromptError
 
 if TYPE_CHECKING:
     from monograph.model.chat import Chat
     from monograph.model.engine import Engine
     from monograph.model.generate import Completion
+    from monograph.model.plan import Plan
     from monograph.model.prepare import Prepared
     from monograph.model.sampling import Sampling
     from monograph.model.tune import TuneProgress
@@ -149,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_model(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--svg", metavar="FILE", help="draw the memory map, to scale, into a file for browsers")
     _add_load_options(plan)
     plan.set_defaults(command=_plan)
 
@@ -288,8 +290,21 @@ def _plan(args: argparse.Namespace) -> int:
     import monograph
 
     plan = monograph.plan_model(args.model, **_load_options(args))
+    if args.svg is not None:
+        _draw(plan, args)
     print(plan.to_json() if args.json else plan)
     return 0
+
+
+def _draw(plan: Plan, args: argparse.Namespace) -> None:
+    from monograph.model.plan_picture import plan_picture
+    from monograph.model.whole_file import write_whole
+
+    name = args.model.rstrip("/").rpartition("/")[2] if os.path.exists(args.model) else args.model  # noqa: PTH110
+    try:
+        write_whole(args.svg, plan_picture(plan, name or args.model))
+    except OSError as error:
+        raise ConfigError(f"{args.svg}: the picture cannot be written: {error.strerror or error}") from error
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -169,15 +169,15 @@ def test_read_only_caches(
     with powerless():
         status, found = examine(capsys)
     assert status == 0
-    for name, folder, variable in (
+    for name, cache, variable in (
         ("Triton cache", "triton", "TRITON_CACHE_DIR"),
         ("monograph cache", "monograph", "MONOGRAPH_CACHE_DIR"),
         ("Hub cache", "hub", "HF_HOME"),
     ):
         assert found[name].status == "warn"
-        assert found[name].text.startswith(f"{caches[folder]}: cannot be written (Permission denied): ")
+        assert found[name].text.startswith(f"{caches[cache]}: cannot be written (Permission denied): ")
         assert variable in found[name].remedy
-        assert list(caches[folder].iterdir()) == []
+        assert list(caches[cache].iterdir()) == []
     with powerless():
         on_gpu = doctor.folder_finding("Triton cache", caches["triton"], "fail", "lost", "remedy")
     assert on_gpu.status == "fail"
