@@ -1,4 +1,4 @@
-"""The ``monograph`` command: chat, generate, plan, tune, warm.
+"""The ``monograph`` command: chat, generate, bench, plan, tune, warm, doctor.
 
 Exit status: 0; 1 for a fault that is said in one line on stderr; 2 for wrong usage; 130 after Ctrl-C. PyTorch is
 imported only once a command runs, so that help and usage errors come at once.
@@ -17,6 +17,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from monograph.chat.terminal import INTERRUPTED, LoadLine, complain, converse, printable, show, show_stats
@@ -134,12 +135,31 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_model(generate)
     generate.add_argument("prompt", metavar="PROMPT", type=_text, help="the prompt; '-' reads it from standard input")
+    generate.add_argument("--file", action="store_true", help="PROMPT names a file that holds the prompt")
     generate.add_argument("--system", type=_text, metavar="TEXT", help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--json", action="store_true", help="print text, tokens, finish reason and stats as JSON")
     _add_answer_options(generate)
     _add_load_options(generate)
     generate.set_defaults(command=_generate)
+
+    bench = commands.add_parser(
+        "bench",
+        prog="monograph bench",
+        help="measure how fast a model answers here",
+        usage="monograph bench MODEL [options]",
+        description="Measure tokens a second, time a token, bytes read a second and time to the first token; on a GPU "
+        "beside the most that it can read, measured first. A verdict says whether that is as it should be.",
+    )
+    _add_model(bench)
+    bench.add_argument("--prompt-tokens", type=_count, metavar="N", help="tokens of each prompt (512, where they fit)")
+    bench.add_argument("--new-tokens", type=_count, metavar="N", help="tokens of each answer (128, where they fit)")
+    bench.add_argument(
+        "--seconds", type=_seconds, default=10.0, metavar="X", help="how long to measure, about (the default: 10)"
+    )
+    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    _add_load_options(bench)
+    bench.set_defaults(command=_bench)
 
     plan = commands.add_parser(
         "plan",
@@ -270,7 +290,10 @@ def _chat(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         _usage_error("--system is part of the chat template, which --raw leaves out")
-    prompt = args.prompt if args.prompt != "-" else _read_stdin()
+    if args.prompt == "-":
+        prompt = _read_stdin()
+    else:
+        prompt = _read_file(args.prompt) if args.file else args.prompt
     options = {**_answer_options(args), "sampling": _sampling(args)}
     with _load(args) as engine:
         stream = engine.stream(_prompt_ids(engine, prompt, args), **options)
@@ -283,6 +306,17 @@ def _generate(args: argparse.Namespace) -> int:
                 show(chunk.text for chunk in stream)
         if args.stats:
             show_stats(stream.completion.stats)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from monograph.model.bench_model import bench_model
+
+    sizes = {name: getattr(args, name) for name in ("prompt_tokens", "new_tokens", "seconds")}
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(LoadLine()) if sys.stderr is not None and sys.stderr.isatty() else None
+        found = bench_model(args.model, **_load_options(args), **sizes, progress=line)
+    print(found.to_json() if args.json else found)
     return 0
 
 
@@ -392,11 +426,22 @@ def _read_stdin() -> str:
     """The prompt from standard input, less the line end that `echo` adds."""
     if sys.stdin is None:  # closed by the caller
         return ""
+    return _as_text(sys.stdin.buffer.read(), "standard input")
+
+
+def _read_file(path: str) -> str:
+    """The prompt from a file, less the line end that editors add."""
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        return _as_text(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise PromptError(f"{path}: the prompt cannot be read: {error.strerror or error}") from error
+
+
+def _as_text(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise PromptError(f"standard input is not UTF-8 text (byte {error.start})") from None
-    return text.removesuffix("\n").removesuffix("\r")
+        raise PromptError(f"{source} is not UTF-8 text (byte {error.start})") from None
 
 
 def _to_json(completion: Completion) -> str:
