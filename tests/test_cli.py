@@ -18,7 +18,7 @@ import torch
 
 import monograph
 from monograph.chat.terminal import LoadLine
-from monograph.cli import SAMPLING_FLAGS, main, make_parser
+from monograph.cli import FILE_NAMES, SAMPLING_FLAGS, main, make_parser
 from monograph.model.prepare import Prepared
 from monograph.model.tune import Tuned, TuneProgress
 from monograph.model.tune_model import TunedModel
@@ -305,6 +305,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr().out == f"monograph {monograph.__version__}\n"
+
+
+def test_shells_complete_file_names() -> None:
+    """By the attribute that shtab reads, for every shell that it knows."""
+    (commands,) = [action for action in make_parser()._actions if isinstance(action.choices, dict)]
+    assert isinstance(commands.choices, dict)
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            is_file = (
+                action.dest == "model" or action.metavar == "FILE" or (name, action.dest) == ("generate", "prompt")
+            )
+            assert getattr(action, "complete", None) == (FILE_NAMES if is_file else None), (name, action.dest)
 
 
 def test_later_commands_are_not_promised() -> None:

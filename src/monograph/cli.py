@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = ("bf16", "fp16", "fp32")
 LOAD_OPTIONS = ("revision", "device", "dtype", "max_seq_len", "token", "local_files_only")
+FILE_NAMES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "temperature": (float, "divisor of the scores; 0 is greedy"),
     "top_k": (int, "keep the K best tokens; 0 keeps all"),
@@ -112,8 +113,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_model(chat)
     chat.add_argument("--system", type=_text, metavar="TEXT", help="system message")
-    chat.add_argument("--load", metavar="FILE", help="go on with a conversation that was saved")
-    chat.add_argument("--save", metavar="FILE", help="save the conversation at the end")
+    _names_a_file(
+        chat.add_argument("--load", metavar="FILE", help="go on with a conversation that was saved"),
+        chat.add_argument("--save", metavar="FILE", help="save the conversation at the end"),
+    )
     chat.add_argument(
         "--on-full",
         choices=("length", "trim"),
@@ -134,7 +137,10 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Control characters are left out of plain text; --json has the text as it is.",
     )
     _add_model(generate)
-    generate.add_argument("prompt", metavar="PROMPT", type=_text, help="the prompt; '-' reads it from standard input")
+    prompt = generate.add_argument(
+        "prompt", metavar="PROMPT", type=_text, help="the prompt; '-' reads it from standard input"
+    )
+    _names_a_file(prompt)
     generate.add_argument("--file", action="store_true", help="PROMPT names a file that holds the prompt")
     generate.add_argument("--system", type=_text, metavar="TEXT", help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
@@ -170,7 +176,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_model(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("--svg", metavar="FILE", help="draw the memory map, to scale, into a file for browsers")
+    svg = plan.add_argument("--svg", metavar="FILE", help="draw the memory map, to scale, into a file for browsers")
+    _names_a_file(svg)
     _add_load_options(plan)
     plan.set_defaults(command=_plan)
 
@@ -221,9 +228,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    model = parser.add_argument(
         "model", metavar="MODEL", help="Hugging Face repo (org/name, org/name:file.gguf), folder, or .gguf file"
     )
+    _names_a_file(model)
+
+
+def _names_a_file(*actions: argparse.Action) -> None:
+    """Let shells complete arguments as file names, in the scripts that shtab makes from the parser."""
+    for action in actions:
+        setattr(action, "complete", FILE_NAMES)  # noqa: B010  # an attribute that argparse does not know
 
 
 def _add_answer_options(parser: argparse.ArgumentParser) -> None:
