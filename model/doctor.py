@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,19 +48,20 @@ def diagnose() -> Diagnosis:
     findings = [python_finding(), platform_finding(), torch_found, driver_finding(torch, driver), *gpus]
     if torch is not None:
         findings.append(memory_finding(torch))
-    needed = [triton_finding(on_gpu), *toolchain_findings(on_gpu)]
-    needed.append(
-        folder_finding(
-            "Triton cache",
-            triton_folder(),
-            "fail" if on_gpu else "warn",
-            "kernels cannot be kept there" if on_gpu else "kernels cannot be kept there (a GPU needs it, the CPU not)",
-            "set TRITON_CACHE_DIR to a folder that can be written",
-        )
+    triton, toolchain = triton_finding(on_gpu), toolchain_findings(on_gpu)
+    cache = folder_finding(
+        "Triton cache",
+        triton_folder(),
+        "fail" if on_gpu else "warn",
+        "kernels cannot be kept there" if on_gpu else "kernels cannot be kept there (a GPU needs it, the CPU not)",
+        "set TRITON_CACHE_DIR to a folder that can be written",
     )
-    findings += needed
-    if on_gpu and worst(*(finding.status for finding in needed)) != "fail":
-        findings += kernel_findings(torch)
+    kernels: list[Finding] = []
+    if on_gpu and triton.status != "fail" and not _is_interpreted():
+        kernels = kernel_findings(torch)
+        if worst(*(finding.status for finding in kernels)) != "fail":
+            toolchain, cache = [_built_before(finding) for finding in toolchain], _built_before(cache)
+    findings += [triton, *toolchain, cache, *kernels]
     way_out = "set MONOGRAPH_CACHE_DIR to a folder that can be written"
     findings.append(
         folder_finding("monograph cache", monograph_folder(), "warn", "tuned tiles cannot be kept there", way_out)
@@ -68,6 +70,14 @@ def diagnose() -> Diagnosis:
     findings += hub_findings()
     findings += [library_finding(name) for name in LIBRARIES]
     return Diagnosis(tuple(findings), on_gpu)
+
+
+def _built_before(finding: Finding) -> Finding:
+    """What is missing, on a machine whose kernels run nevertheless."""
+    if finding.status != "fail":
+        return finding
+    text = f"{finding.text}; kernels run, as Triton's cache has what was built before"
+    return replace(finding, status="warn", text=text)
 
 
 def python_finding() -> Finding:
@@ -150,7 +160,7 @@ def triton_finding(needed: bool) -> Finding:
         except Exception as error:  # as for PyTorch
             text = f"is installed and cannot be imported: {_in_a_line(error)}"
             return Finding("Triton", "fail", text, f"{install} --force-reinstall")
-    if needed and os.environ.get("TRITON_INTERPRET") == "1":
+    if needed and _is_interpreted():
         text = f"{version}, but TRITON_INTERPRET=1 runs kernels in its interpreter, very slowly"
         return Finding("Triton", "warn", text, "unset TRITON_INTERPRET")
     return Finding("Triton", "ok", version)
@@ -259,6 +269,10 @@ def without_user(url: str) -> str:
     """An address without the name and password that may stand in it."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _version(name: str) -> str | None:

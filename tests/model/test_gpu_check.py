@@ -148,25 +148,47 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_machine_with_a_gpu_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There monograph cannot run, and no kernel is tried that could not be built."""
-    gpu = Finding("GPU", "ok", "cuda:0: NVIDIA H200")
+    """There monograph cannot run, unless an earlier start has left in Triton's cache what a compiler is needed for."""
+    gpu, fine = Finding("GPU", "ok", "cuda:0: NVIDIA H200"), Finding("kernels", "ok", "has run")
+    kernels = [Finding("kernels", "fail", "Failed to find C compiler", "see above")]
     monkeypatch.setattr(doctor, "gpu_findings", lambda torch, driver: ([gpu], 1))
-
-    def tried(torch: Any) -> list[Finding]:
-        return [Finding("kernels", "ok", "tried")]
-
-    monkeypatch.setattr(doctor, "kernel_findings", tried)
+    monkeypatch.setattr(doctor, "kernel_findings", lambda torch: kernels)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with monkeypatch.context() as bare:
         bare.setenv("PATH", "")
         bare.delenv("CC", raising=False)
-        diagnosis = doctor.diagnose()
-        assert diagnosis.named("fail") == ["C compiler"]
-        assert diagnosis.verdict == "monograph cannot run here: C compiler"
-        assert "tried" not in str(diagnosis)
+        assert doctor.diagnose().verdict == "monograph cannot run here: C compiler, kernels"
+        kernels[:] = [fine]
+        warmed = doctor.diagnose()
+        assert warmed.can_run
+        assert "C compiler" in warmed.named("warn")
+        assert "kernels run, as Triton's cache has what was built before" in str(warmed)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/cache")
+    assert "Triton cache" in doctor.diagnose().named("warn")  # what is in it can be read
+    kernels[:] = [Finding("kernels", "fail", "Not a directory", "see above")]
+    assert doctor.diagnose().named("fail") == ["Triton cache", "kernels"]
+    kernels[:] = [fine]
+    monkeypatch.delenv("TRITON_CACHE_DIR")
     whole = doctor.diagnose()
-    assert whole.can_run
-    assert "tried" in str(whole)
+    assert "C compiler" not in whole.named("warn")
     assert whole.verdict.startswith("monograph can run here, on the GPU")
+
+
+@pytest.mark.parametrize(("interpret", "version", "failed"), [("1", "3.9.0", []), ("0", "3.5.0", ["Triton"])])
+def test_no_kernel_is_tried_in_vain(
+    interpret: str, version: str, failed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter it shows nothing; without a Triton that will do it cannot work."""
+    monkeypatch.setattr(doctor, "gpu_findings", lambda torch, driver: ([Finding("GPU", "ok", "cuda:0")], 1))
+    versions = {"triton": version}
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, "99.0"))
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+
+    def tried(torch: Any) -> list[Finding]:
+        raise AssertionError("a kernel was tried")
+
+    monkeypatch.setattr(doctor, "kernel_findings", tried)
+    assert doctor.diagnose().named("fail") == failed
 
 
 @pytest.mark.gpu
