@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -164,6 +165,7 @@ def bench_model(
     new_tokens: int | None = None,
     seconds: float = 10.0,
     progress: Progress | None = None,
+    loaded: Callable[[], None] | None = None,
 ) -> Benchmark:
     """Load a model and time its answers: greedy, to prompts of any tokens, for speed does not depend on which.
 
@@ -179,6 +181,7 @@ def bench_model(
         new_tokens: Length of the answers; None for 128, likewise.
         seconds: How long to measure, about; at least two answers are made, and the first is not counted.
         progress: As for ``load``.
+        loaded: Called once the model is loaded, before it is measured.
 
     Returns:
         The figures.
@@ -200,6 +203,8 @@ def bench_model(
         progress=progress,
     )
     with engine:
+        if loaded is not None:
+            loaded()
         return bench_engine(engine, prompt_tokens, new_tokens, seconds, ceiling)
 
 

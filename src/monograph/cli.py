@@ -329,7 +329,7 @@ def _bench(args: argparse.Namespace) -> int:
     sizes = {name: getattr(args, name) for name in ("prompt_tokens", "new_tokens", "seconds")}
     with contextlib.ExitStack() as stack:
         line = stack.enter_context(LoadLine()) if sys.stderr is not None and sys.stderr.isatty() else None
-        found = bench_model(args.model, **_load_options(args), **sizes, progress=line)
+        found = bench_model(args.model, **_load_options(args), **sizes, progress=line, loaded=stack.close)
     print(found.to_json() if args.json else found)
     return 0
 

@@ -140,6 +140,21 @@ def test_ceiling_needs_memory_and_may_fail(monkeypatch: pytest.MonkeyPatch, capl
     assert "out of memory" in caplog.text
 
 
+def test_progress_ends_before_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(module, "bench_engine", lambda *_: events.append("measured"))
+    model = str(write_model(tmp_path))
+    module.bench_model(
+        model,
+        device="cpu",
+        max_seq_len=64,
+        progress=lambda done, total: events.append("read"),
+        loaded=lambda: events.append("loaded"),
+    )
+    assert events[-2:] == ["loaded", "measured"]
+    assert set(events[:-2]) == {"read"}
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_model(tmp_path))
     arguments = ["bench", model, "--device", "cpu", "--max-seq-len", "64", "--seconds", "1"]

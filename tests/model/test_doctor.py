@@ -36,13 +36,13 @@ def examine(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Finding]
 
 
 def doctor_process(code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """`monograph doctor` in a process of its own, after some code."""
+    """`monograph doctor` in a process of its own that sees no GPU, after some code."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRITON_"))}
     run = f"import sys\n{code}\nfrom monograph.cli import main\nstatus = main(['doctor'])\n"
     imported = "print(*({'torch', 'triton'} & {n for n, m in sys.modules.items() if m}), file=sys.stderr)\n"
     return subprocess.run(
         [sys.executable, "-c", f"{run}{imported}sys.exit(status)"],
-        env={**kept, "PYTHONPATH": str(ROOT / "src"), **environment},
+        env={**kept, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
         timeout=120,
