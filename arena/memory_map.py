@@ -29,7 +29,7 @@ def memory_map(slots: Iterable[Slot], nbytes: int, nbytes_by_lifetime: Mapping[s
         Lines without a newline at the end.
     """
     slots = tuple(slots)
-    lines = _aligned([_HEADER, *(_row(label, family, nbytes) for label, family in _families(slots))])
+    lines = _aligned([_HEADER, *(_row(label, family, nbytes) for label, family in families(slots))])
     lines.insert(1, "-" * max(map(len, lines)))
     lines.append(lines[1])
     sums = [
@@ -43,7 +43,7 @@ def memory_map(slots: Iterable[Slot], nbytes: int, nbytes_by_lifetime: Mapping[s
     return "\n".join(lines)
 
 
-def _families(slots: tuple[Slot, ...]) -> list[tuple[str, list[Slot]]]:
+def families(slots: tuple[Slot, ...]) -> list[tuple[str, list[Slot]]]:
     """Groups slots that differ in layer number and offset only; a family of one keeps its own name."""
     families: dict[tuple[object, ...], list[Slot]] = {}
     for slot in slots:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import subprocess
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from monograph.model.clock import Clock as Clock
+from monograph.model.clock import percentile as percentile
+from monograph.model.processor import processor_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -43,15 +47,6 @@ def commit() -> str:
     return head + ("+" if _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The percentile of a sample, interpolated linearly between its neighbours."""
-    ordered = sorted(values)
-    place = percent / 100 * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, 20th and 80th percentile of milliseconds, under the names that result rows use."""
     return {
@@ -59,39 +54,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "p20_ms": round(percentile(values, 20), 5),
         "p80_ms": round(percentile(values, 80), 5),
     }
-
-
-class Clock:
-    """Measures spans of work on a device: by CUDA events on the current stream, on a CPU by the wall clock.
-
-    Nothing waits between spans, so that the device never runs dry in the middle of one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._spans: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def span(self) -> Iterator[None]:
-        """Measure what is submitted inside."""
-        start = self._mark()
-        yield
-        self._spans.append((start, self._mark()))
-
-    def times_ms(self) -> list[float]:
-        """Wait for the device, return the length of every span in order, and start over."""
-        spans, self._spans = self._spans, []
-        if self._device.type != "cuda":
-            return [(end - start) * 1e3 for start, end in spans]
-        torch.cuda.synchronize(self._device)
-        return [float(start.elapsed_time(end)) for start, end in spans]
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
 
 def write_results(
@@ -178,12 +140,7 @@ def _triton_version() -> str:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
 
 
 def _output(*command: str) -> str:

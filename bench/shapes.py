@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from monograph.arena import Arena, Layout
+from monograph.arena import Arena
 from monograph.model.config import ModelConfig, RopeConfig
 from monograph.model.decoder import Decoder
 from monograph.model.layout import Capacity, plan_layout
@@ -142,30 +142,6 @@ def caches(arena: Arena, config: ModelConfig) -> Iterator[tuple[torch.Tensor, to
     """Yield keys and values of every layer, each [num_kv_heads, max_seq_len, head_dim]."""
     for i in range(config.num_layers):
         yield arena.view(f"layers.{i}.k_cache"), arena.view(f"layers.{i}.v_cache")
-
-
-def step_nbytes(layout: Layout, config: ModelConfig, seq_len: float) -> float:
-    """The fewest bytes that a decode step reads: weights once, one row of embedding and RoPE table, the live KV rows.
-
-    Args:
-        layout: Of the model.
-        config: The model.
-        seq_len: Live rows, that of the step's own token among them; the mean of several steps need not be whole.
-    """
-    weights = sum(weight_nbytes(layout, slot.name) for slot in layout.entries if slot.lifetime == "weight")
-    return weights + seq_len * kv_row_nbytes(layout, config)
-
-
-def weight_nbytes(layout: Layout, name: str) -> int:
-    """Bytes of a weight slot that a step must read: a row of a table that is looked up, the whole of a matrix."""
-    slot = layout[name]
-    looked_up = name == "rope_table" or (name == "embed" and "lm_head" in layout)
-    return slot.nbytes // slot.shape[0] if looked_up else slot.nbytes
-
-
-def kv_row_nbytes(layout: Layout, config: ModelConfig) -> int:
-    """Bytes of keys and values of one token, over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * layout["layers.0.k_cache"].dtype.itemsize
 
 
 def _fill_rope_table(table: torch.Tensor, config: ModelConfig) -> None:

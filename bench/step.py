@@ -17,11 +17,12 @@ import torch
 from bench.common import Clock, percentile
 from bench.judge import Bounds, relative_error
 from bench.plain import plain_logits
-from bench.shapes import caches, step_nbytes
+from bench.shapes import caches
 from monograph.model.decoder import Decoder
 from monograph.model.program import Launch, run
 from monograph.model.runner import LaunchRunner
 from monograph.model.sampling import Sampling
+from monograph.model.step_nbytes import step_nbytes
 
 GREEDY = Sampling(temperature=0.0, seed=0).resolve({})
 NEVER = 2**31 - 1  # a position limit that no step reaches

@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.ceiling import trusted_ceiling_gb_s
 from bench.common import machine_facts, percentile, print_table, write_results
 from bench.decode import build
-from bench.shapes import SHAPES, kv_row_nbytes, random_cache, weight_nbytes
+from bench.shapes import SHAPES, random_cache
 from bench.step import BATCH, Step
 from monograph.model.config import DTYPES
 from monograph.model.program import Launch, run
+from monograph.model.step_nbytes import kv_row_nbytes, weight_nbytes
 
 COLUMNS = {
     "kernel": "kernel:",

@@ -23,7 +23,7 @@ from monograph.model.checkpoint import Source, check_complete
 from monograph.model.config import ModelConfig
 from monograph.model.decoder import Decoder
 from monograph.model.fingerprint import Fingerprint, machine_fingerprint, model_fingerprint
-from monograph.model.generate import Answer, Completion
+from monograph.model.generate import Answer, Completion, Stats
 from monograph.model.generation_config import GenerationDefaults, merged_eos_token_ids
 from monograph.model.layout import MAX_STOP_IDS, Capacity
 from monograph.model.load_stats import LoadStats
@@ -302,6 +302,42 @@ class Engine:
                     self._check_open()
 
         return pieces()
+
+    def measure(self, ids: Sequence[int], new_tokens: int) -> Stats:
+        """Time a greedy answer that ends at its length and nowhere else, not at a stop token either.
+
+        Args:
+            ids: The prompt.
+            new_tokens: Tokens of the answer, at least 2.
+
+        Returns:
+            What it took.
+
+        Raises:
+            ConfigError: Too few tokens, or more than there is room for.
+            PromptError: As ``stream``.
+            EngineError: Closed or busy.
+        """
+        self._check_open()
+        checked = self._checked_ids(ids)
+        room = self.capacity.max_seq_len - len(checked)
+        if not 2 <= new_tokens <= room:
+            raise ConfigError(
+                f"new_tokens: expected 2 to {room:,} after {len(checked):,} of prompt, got {new_tokens!r}"
+            )
+        with self._held():
+            answer = self._decoder.answer(
+                checked,
+                reuse=False,
+                position_limit=len(checked) + new_tokens,
+                stop_ids=(),
+                sampling=Sampling(temperature=0.0, seed=0).resolve({}),
+            )
+            self._decoder.remember(())
+            for _ in answer.tokens():
+                pass
+            self._decoder.remember(answer.cached_ids())
+            return answer.stats()
 
     def tune(self, seconds: float = 30.0, report: Report | None = None) -> Tuned | None:
         """Look for faster tiles of the decode kernels on this GPU, use them, and keep them for later loads.

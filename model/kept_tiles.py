@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import ConfigError
+from monograph.model.cache_folder import tiles_folder
 from monograph.model.json_file import read_json_object
 from monograph.model.tile_key import TileKey
 from monograph.model.tile_space import Tiles, faults
@@ -24,16 +25,6 @@ from monograph.model.tile_space import Tiles, faults
 logger = logging.getLogger("monograph")
 
 FORMAT = 1
-
-
-def tiles_folder() -> Path:
-    """Where tuned tiles are kept."""
-    own = os.environ.get("MONOGRAPH_CACHE_DIR")
-    if own:
-        return Path(own).expanduser() / "tiles"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
-    return base / "monograph" / "tiles"
 
 
 def tiles_path(key: TileKey) -> Path:

@@ -18,7 +18,7 @@ import torch
 
 import monograph
 from monograph.chat.terminal import LoadLine
-from monograph.cli import SAMPLING_FLAGS, main, make_parser
+from monograph.cli import FILE_NAMES, SAMPLING_FLAGS, main, make_parser
 from monograph.model.prepare import Prepared
 from monograph.model.tune import Tuned, TuneProgress
 from monograph.model.tune_model import TunedModel
@@ -142,6 +142,21 @@ def test_stdin_that_is_not_text(
     assert not engines  # said before a model is loaded
 
 
+def test_prompt_from_a_file(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes("two\nlínes\n".encode())
+    assert main(["generate", "m", "--file", str(prompt)]) == 0
+    assert capsys.readouterr().out == "You said: two\nlínes.\n"
+    prompt.write_bytes(b"ab\xff")
+    assert main(["generate", "m", "--file", str(prompt)]) == 1
+    assert main(["generate", "m", "--file", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"monograph: {prompt} is not UTF-8 text (byte 2)",
+        f"monograph: {tmp_path / 'none'}: the prompt cannot be read: No such file or directory",
+    ]
+    assert len(engines) == 1  # said before a model is loaded
+
+
 @pytest.mark.parametrize("arguments", [["generate", "m", "steer"], ["chat", "m"]])
 def test_control_characters_do_not_reach_the_terminal(
     arguments: list[str], engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -253,6 +268,7 @@ def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         ([], "arguments are required: COMMAND"),
         (["sing"], "invalid choice: 'sing'"),
         (["generate", "m"], "arguments are required: PROMPT"),
+        (["bench", "m", "--seconds", "0"], "--seconds: expected 1 to 3600"),
         (["generate", "m", "x", "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
         (["generate", "m", "x", "--max-seq-len", "many"], "--max-seq-len: invalid number value: 'many'"),
         (["generate", "m", "x", "--temperature", "hot"], "--temperature: invalid float value: 'hot'"),
@@ -291,9 +307,21 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"monograph {monograph.__version__}\n"
 
 
+def test_shells_complete_file_names() -> None:
+    """By the attribute that shtab reads, for every shell that it knows."""
+    (commands,) = [action for action in make_parser()._actions if isinstance(action.choices, dict)]
+    assert isinstance(commands.choices, dict)
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            is_file = (
+                action.dest == "model" or action.metavar == "FILE" or (name, action.dest) == ("generate", "prompt")
+            )
+            assert getattr(action, "complete", None) == (FILE_NAMES if is_file else None), (name, action.dest)
+
+
 def test_later_commands_are_not_promised() -> None:
     text = make_parser().format_help()
-    assert not [word for word in ("serve", "bench", "doctor") if word in text]
+    assert not [word for word in ("serve",) if word in text]
 
 
 def test_python_m_monograph() -> None:

@@ -31,7 +31,7 @@ def test_generated_parts_of_the_readme_are_current() -> None:
     """If this fails: `make readme`."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = refresh_readme().BLOCK.findall(readme)
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     assert all(output.strip() for _, _, output, _ in blocks)
     assert refresh_readme().refresh(readme) == readme
 

@@ -1,4 +1,4 @@
-"""The ``monograph`` command: chat, generate, plan, tune, warm.
+"""The ``monograph`` command: chat, generate, bench, plan, tune, warm, doctor.
 
 Exit status: 0; 1 for a fault that is said in one line on stderr; 2 for wrong usage; 130 after Ctrl-C. PyTorch is
 imported only once a command runs, so that help and usage errors come at once.
@@ -17,15 +17,17 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from monograph.chat.terminal import INTERRUPTED, LoadLine, complain, converse, show, show_stats
-from monograph.errors import MonographError, PromptError
+from monograph.chat.terminal import INTERRUPTED, LoadLine, complain, converse, printable, show, show_stats
+from monograph.errors import ConfigError, MonographError, PromptError
 
 if TYPE_CHECKING:
     from monograph.model.chat import Chat
     from monograph.model.engine import Engine
     from monograph.model.generate import Completion
+    from monograph.model.plan import Plan
     from monograph.model.prepare import Prepared
     from monograph.model.sampling import Sampling
     from monograph.model.tune import TuneProgress
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = ("bf16", "fp16", "fp32")
 LOAD_OPTIONS = ("revision", "device", "dtype", "max_seq_len", "token", "local_files_only")
+FILE_NAMES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "temperature": (float, "divisor of the scores; 0 is greedy"),
     "top_k": (int, "keep the K best tokens; 0 keeps all"),
@@ -110,8 +113,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_model(chat)
     chat.add_argument("--system", type=_text, metavar="TEXT", help="system message")
-    chat.add_argument("--load", metavar="FILE", help="go on with a conversation that was saved")
-    chat.add_argument("--save", metavar="FILE", help="save the conversation at the end")
+    _names_a_file(
+        chat.add_argument("--load", metavar="FILE", help="go on with a conversation that was saved"),
+        chat.add_argument("--save", metavar="FILE", help="save the conversation at the end"),
+    )
     chat.add_argument(
         "--on-full",
         choices=("length", "trim"),
@@ -132,13 +137,35 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Control characters are left out of plain text; --json has the text as it is.",
     )
     _add_model(generate)
-    generate.add_argument("prompt", metavar="PROMPT", type=_text, help="the prompt; '-' reads it from standard input")
+    prompt = generate.add_argument(
+        "prompt", metavar="PROMPT", type=_text, help="the prompt; '-' reads it from standard input"
+    )
+    _names_a_file(prompt)
+    generate.add_argument("--file", action="store_true", help="PROMPT names a file that holds the prompt")
     generate.add_argument("--system", type=_text, metavar="TEXT", help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--json", action="store_true", help="print text, tokens, finish reason and stats as JSON")
     _add_answer_options(generate)
     _add_load_options(generate)
     generate.set_defaults(command=_generate)
+
+    bench = commands.add_parser(
+        "bench",
+        prog="monograph bench",
+        help="measure how fast a model answers here",
+        usage="monograph bench MODEL [options]",
+        description="Measure tokens a second, time a token, bytes read a second and time to the first token; on a GPU "
+        "beside the most that it can read, measured first. A verdict says whether that is as it should be.",
+    )
+    _add_model(bench)
+    bench.add_argument("--prompt-tokens", type=_count, metavar="N", help="tokens of each prompt (512, where they fit)")
+    bench.add_argument("--new-tokens", type=_count, metavar="N", help="tokens of each answer (128, where they fit)")
+    bench.add_argument(
+        "--seconds", type=_seconds, default=10.0, metavar="X", help="how long to measure, about (the default: 10)"
+    )
+    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    _add_load_options(bench)
+    bench.set_defaults(command=_bench)
 
     plan = commands.add_parser(
         "plan",
@@ -149,6 +176,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_model(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    svg = plan.add_argument("--svg", metavar="FILE", help="draw the memory map, to scale, into a file for browsers")
+    _names_a_file(svg)
     _add_load_options(plan)
     plan.set_defaults(command=_plan)
 
@@ -183,13 +212,32 @@ def make_parser() -> argparse.ArgumentParser:
     _add_model(warm)
     _add_load_options(warm)
     warm.set_defaults(command=_warm)
+
+    doctor = commands.add_parser(
+        "doctor",
+        prog="monograph doctor",
+        help="see what this machine has and lacks",
+        usage="monograph doctor [options]",
+        description="Look at what monograph needs of this machine: Python, PyTorch, GPU, driver, compiler, caches, "
+        "libraries. Each is ok, warn or fail, with the way out. The network is not asked.",
+        epilog="The exit status is 0 if monograph can run here, on a GPU or on the CPU, and 1 if it cannot.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    model = parser.add_argument(
         "model", metavar="MODEL", help="Hugging Face repo (org/name, org/name:file.gguf), folder, or .gguf file"
     )
+    _names_a_file(model)
+
+
+def _names_a_file(*actions: argparse.Action) -> None:
+    """Let shells complete arguments as file names, in the scripts that shtab makes from the parser."""
+    for action in actions:
+        setattr(action, "complete", FILE_NAMES)  # noqa: B010  # an attribute that argparse does not know
 
 
 def _add_answer_options(parser: argparse.ArgumentParser) -> None:
@@ -256,7 +304,10 @@ def _chat(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         _usage_error("--system is part of the chat template, which --raw leaves out")
-    prompt = args.prompt if args.prompt != "-" else _read_stdin()
+    if args.prompt == "-":
+        prompt = _read_stdin()
+    else:
+        prompt = _read_file(args.prompt) if args.file else args.prompt
     options = {**_answer_options(args), "sampling": _sampling(args)}
     with _load(args) as engine:
         stream = engine.stream(_prompt_ids(engine, prompt, args), **options)
@@ -272,12 +323,36 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from monograph.model.bench_model import bench_model
+
+    sizes = {name: getattr(args, name) for name in ("prompt_tokens", "new_tokens", "seconds")}
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(LoadLine()) if sys.stderr is not None and sys.stderr.isatty() else None
+        found = bench_model(args.model, **_load_options(args), **sizes, progress=line, loaded=stack.close)
+    print(found.to_json() if args.json else found)
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     import monograph
 
     plan = monograph.plan_model(args.model, **_load_options(args))
+    if args.svg is not None:
+        _draw(plan, args)
     print(plan.to_json() if args.json else plan)
     return 0
+
+
+def _draw(plan: Plan, args: argparse.Namespace) -> None:
+    from monograph.model.plan_picture import plan_picture
+    from monograph.model.whole_file import write_whole
+
+    name = args.model.rstrip("/").rpartition("/")[2] if os.path.exists(args.model) else args.model  # noqa: PTH110
+    try:
+        write_whole(args.svg, plan_picture(plan, name or args.model))
+    except OSError as error:
+        raise ConfigError(f"{args.svg}: the picture cannot be written: {error.strerror or error}") from error
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -317,6 +392,17 @@ def _warm(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from monograph.model.doctor import diagnose
+
+    diagnosis = diagnose()
+    if args.json:
+        print(diagnosis.to_json())
+    else:
+        print("\n".join(printable(line) for line in str(diagnosis).splitlines()))
+    return 0 if diagnosis.can_run else 1
+
+
 def _load(args: argparse.Namespace) -> Engine:
     import monograph
 
@@ -354,11 +440,22 @@ def _read_stdin() -> str:
     """The prompt from standard input, less the line end that `echo` adds."""
     if sys.stdin is None:  # closed by the caller
         return ""
+    return _as_text(sys.stdin.buffer.read(), "standard input")
+
+
+def _read_file(path: str) -> str:
+    """The prompt from a file, less the line end that editors add."""
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        return _as_text(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise PromptError(f"{path}: the prompt cannot be read: {error.strerror or error}") from error
+
+
+def _as_text(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise PromptError(f"standard input is not UTF-8 text (byte {error.start})") from None
-    return text.removesuffix("\n").removesuffix("\r")
+        raise PromptError(f"{source} is not UTF-8 text (byte {error.start})") from None
 
 
 def _to_json(completion: Completion) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.ceiling import CONFIGURATIONS, Configuration, is_right, read, read_ceiling_gb_s
+from monograph.model.read_ceiling import CONFIGURATIONS, Configuration, is_right, read, read_ceiling_gb_s
 from tests.kernels.rows import DEVICE
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.shapes import SHAPES, caches, kv_row_nbytes, random_cache, random_decoder, step_nbytes
+from bench.shapes import SHAPES, caches, random_cache, random_decoder
 from monograph.model.gguf_config import config_from_gguf
 from monograph.model.layout import Capacity, plan_layout
 from monograph.model.rope import rope_table
+from monograph.model.step_nbytes import kv_row_nbytes, step_nbytes
 from tests import smollm2
 from tests.bench.tiny import CONFIG, tiny_step
 

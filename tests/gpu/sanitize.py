@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import torch
 
-from bench.ceiling import Configuration, _read_kernel
 from bench.shapes import random_cache, random_decoder, random_fill
 from bench.step import Step
 from monograph.arena import Arena, HostMemory, Layout
@@ -29,6 +28,7 @@ from monograph.model.config import DTYPES
 from monograph.model.graph import supports_pdl
 from monograph.model.layout import Capacity, plan_host_layout, plan_layout
 from monograph.model.program import build_program, run
+from monograph.model.read_ceiling import Configuration, _read_kernel
 from tests.gpu import tiny
 
 CONFIG = dataclasses.replace(tiny.CONFIG, num_layers=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.ceiling import Configuration, read
 from monograph.model.decoder import Decoder
+from monograph.model.read_ceiling import Configuration, read
 from monograph.model.sampling import Sampling
 from tests.gpu import tiny
 

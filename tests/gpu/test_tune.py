@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import monograph as mg
-from monograph.model.kept_tiles import keep_tiles, tiles_folder
+from monograph.model.cache_folder import tiles_folder
+from monograph.model.kept_tiles import keep_tiles
 from monograph.model.tile_key import TileKey
 from monograph.model.tile_space import SPACE
 from monograph.model.tiles import current_tiles

@@ -16,7 +16,8 @@ import torch
 import monograph as mg
 from bench.shapes import SHAPES, random_decoder
 from monograph.model import tiles as tiles_module
-from monograph.model.kept_tiles import FORMAT, keep_tiles, kept_tiles, tiles_folder, tiles_path
+from monograph.model.cache_folder import tiles_folder
+from monograph.model.kept_tiles import FORMAT, keep_tiles, kept_tiles, tiles_path
 from monograph.model.prepare import distinct_launches
 from monograph.model.program import with_tiles
 from monograph.model.tile_key import TileKey, kernels_digest, shape_class
