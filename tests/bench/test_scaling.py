@@ -82,7 +82,8 @@ def test_splits_of_the_tensor_core_kernel() -> None:
     launch = Launch(
         "layers.0.attention", attention, attention_torch, (q, cache, cache, one, one, *partials, q), {"scale": 0.1}
     )
-    splits = active_splits(SimpleNamespace(program=SimpleNamespace(decode=[launch])))
+    decoder: Any = SimpleNamespace(program=SimpleNamespace(decode=[launch]))
+    splits = active_splits(decoder)
     lengths = (1, 129, 385, 386, 513, 641, 642, 1025, 131072)
     assert [splits(length) for length in lengths] == [1, 1, 1, 2, 2, 2, 3, 4, 33]
 
