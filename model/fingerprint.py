@@ -19,7 +19,7 @@ from monograph.model.layout import Capacity
 from monograph.model.tokenizer import Tokenizer
 
 # Facts of a checkpoint rather than of its arithmetic, spelled otherwise in another file format.
-_NOT_ARITHMETIC = ("dtype", "bos_token_id", "eos_token_ids", "max_position_embeddings")
+_NOT_ARITHMETIC = ("dtype", "bos_token_id", "eos_token_ids", "max_position_embeddings", "sliding_window")
 _DIGESTS = ("weights", "vocabulary")
 
 Fingerprint = Mapping[str, Any]

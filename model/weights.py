@@ -21,6 +21,7 @@ from monograph.model.checkpoint import (
     Source,
     check_complete,
     layer_name,
+    projections,
 )
 from monograph.model.config import ModelConfig
 from monograph.model.rope import rope_table
@@ -28,6 +29,19 @@ from monograph.model.upload import Progress, Transfer, narrows, upload
 
 # Elements converted, compared or tabulated at a time: what a conversion needs beside slot and tensor.
 _BLOCK_ELEMENTS = 1 << 20
+
+# The slot of a layer that each projection's rows are in.
+_SLOTS = {
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.qkv_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate_up",
+    "mlp.up_proj": "gate_up",
+    "mlp.gate_up_proj": "gate_up",
+    "mlp.down_proj": "down",
+}
 
 
 class Views(Protocol):
@@ -47,22 +61,16 @@ class Placement(NamedTuple):
 
 def placements(config: ModelConfig) -> Iterator[Placement]:
     """Yield the place of every wanted tensor, in the order of the checkpoint."""
-    q_rows, kv_rows = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inter, hidden = config.intermediate_size, config.hidden_size
+    hidden = config.hidden_size
     yield Placement(EMBED, "embed", 0, config.vocab_size)
-    fused = (
-        ("self_attn.q_proj", "qkv", 0, q_rows, config.attention_bias),
-        ("self_attn.k_proj", "qkv", q_rows, kv_rows, config.attention_bias),
-        ("self_attn.v_proj", "qkv", q_rows + kv_rows, kv_rows, config.attention_bias),
-        ("self_attn.o_proj", "o", 0, hidden, config.attention_bias),
-        ("mlp.gate_proj", "gate_up", 0, inter, config.mlp_bias),
-        ("mlp.up_proj", "gate_up", inter, inter, config.mlp_bias),
-        ("mlp.down_proj", "down", 0, hidden, config.mlp_bias),
-    )
     for layer in range(config.num_layers):
         slots = f"layers.{layer}."
         yield Placement(layer_name(layer, "input_layernorm"), f"{slots}attn_norm", 0, hidden)
-        for part, slot, first_row, rows, bias in fused:
+        filled: dict[str, int] = {}
+        for part, rows, _, bias in projections(config):
+            slot = _SLOTS[part]
+            first_row = filled.get(slot, 0)
+            filled[slot] = first_row + rows
             yield Placement(layer_name(layer, part), slots + slot, first_row, rows)
             if bias:
                 yield Placement(layer_name(layer, part, "bias"), f"{slots}{slot}_bias", first_row, rows)

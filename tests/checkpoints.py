@@ -163,7 +163,7 @@ def fused_parameters(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -
         slots[f"{prefix}.mlp_norm"] = tensors[f"{source}.post_attention_layernorm.weight"]
         for slot, block, parts, bias in (
             ("qkv", "self_attn", "q k v", config.attention_bias),
-            ("o", "self_attn", "o", config.attention_bias),
+            ("o", "self_attn", "o", config.output_bias),
             ("gate_up", "mlp", "gate up", config.mlp_bias),
             ("down", "mlp", "down", config.mlp_bias),
         ):
@@ -196,7 +196,8 @@ class WeightSlots:
                 "gate_up": (2 * inter, hidden),
                 "down": (hidden, inter),
             }
-            biased = ("qkv", "o") * config.attention_bias + ("gate_up", "down") * config.mlp_bias
+            biased = ("qkv",) * config.attention_bias + ("o",) * config.output_bias
+            biased += ("gate_up", "down") * config.mlp_bias
             shapes.update({f"layers.{layer}.{name}": shape for name, shape in per_layer.items()})
             shapes.update({f"layers.{layer}.{name}_bias": per_layer[name][:1] for name in biased})
         if not config.tie_word_embeddings:
