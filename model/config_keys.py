@@ -65,6 +65,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_scaling_factor": (1,),
     "rotary_pct": (1,),
     "text_config": ({},),
+    "use_mrope": (False,),
     "use_rms_norm": (True,),
     "use_rope": (True,),
     "vision_config": ({},),

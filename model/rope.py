@@ -50,7 +50,9 @@ def _yarn_stretched(config: ModelConfig) -> torch.Tensor:
 
     def pair_that_turns(turns: float, length: int) -> float:
         """The number of the pair, a fraction too, that turns so many times within a length."""
-        return config.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        # As a difference of logarithms nothing overflows, whatever a file says.
+        fits = math.log(length) - math.log(turns) - math.log(2 * math.pi)
+        return config.head_dim * fits / (2 * math.log(rope.theta))
 
     first = pair_that_turns(rope.beta_fast, rope.original_max_position_embeddings)
     last = pair_that_turns(rope.beta_slow, rope.original_max_position_embeddings)

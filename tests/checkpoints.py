@@ -167,6 +167,8 @@ def fused_parameters(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -
             ("gate_up", "mlp", "gate up", config.mlp_bias),
             ("down", "mlp", "down", config.mlp_bias),
         ):
+            parts = parts.replace(" ", "") if parts == "q k v" and config.family.fused else parts
+            parts = parts.replace(" ", "_") if config.family.fused else parts
             slots[f"{prefix}.{slot}"] = cat(layer, block, parts, "weight")
             if bias:
                 slots[f"{prefix}.{slot}_bias"] = cat(layer, block, parts, "bias")

@@ -1,0 +1,243 @@
+"""The config.json files of published models beside Llama's own, in the spelling of their time: what of them matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.model.llama_configs import LLAMA_CONFIGS
+
+_LLAMA: dict[str, Any] = LLAMA_CONFIGS["Llama 2 7B"]
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32768,
+}
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+PHI3: dict[str, Any] = {
+    "_name_or_path": "Phi-3-mini-4k-instruct",
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
+
+# A published model, its family in transformers, its config.json, and the longest sequence.
+SERVED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "Yi 6B": (
+        "Llama",
+        {
+            **_LLAMA,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 4,
+            "rope_theta": 5000000.0,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 64000,
+        },
+        4096,
+    ),
+    "DeepSeek LLM 7B": (
+        "Llama",
+        {
+            **_LLAMA,
+            "bos_token_id": 100000,
+            "eos_token_id": 100001,
+            "num_hidden_layers": 30,
+            "rms_norm_eps": 1e-6,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 102400,
+        },
+        4096,
+    ),
+    "CodeLlama 34B": (
+        "Llama",
+        {
+            **_LLAMA,
+            "hidden_size": 8192,
+            "intermediate_size": 22016,
+            "max_position_embeddings": 16384,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "rope_theta": 1000000,
+        },
+        16384,
+    ),
+    "Yarn Llama 2 7B 64K": (
+        "Llama",
+        {
+            **_LLAMA,
+            "max_position_embeddings": 65536,
+            "rope_scaling": {
+                "factor": 16.0,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+                "finetuned": True,
+            },
+        },
+        65536,
+    ),
+    "Mistral 7B v0.1": (
+        "Mistral",
+        {**MISTRAL, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
+        4096,
+    ),
+    "Mistral 7B v0.3": ("Mistral", MISTRAL, 32768),
+    "Mistral Nemo": (
+        "Mistral",
+        {
+            **MISTRAL,
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "max_position_embeddings": 131072,
+            "num_hidden_layers": 40,
+            "vocab_size": 131072,
+        },
+        131072,
+    ),
+    "Qwen2 0.5B": (
+        "Qwen2",
+        {
+            **QWEN2,
+            "eos_token_id": 151643,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 131072,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        131072,
+    ),
+    "Qwen2.5 7B Instruct": ("Qwen2", QWEN2, 32768),
+    "Qwen2.5 7B": ("Qwen2", {**QWEN2, "max_position_embeddings": 131072, "use_mrope": False}, 131072),
+    "Qwen2.5 7B Instruct, as its card stretches it": (
+        "Qwen2",
+        {
+            **QWEN2,
+            "max_position_embeddings": 131072,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        },
+        131072,
+    ),
+    "Phi-3 mini 4K": ("Phi3", PHI3, 2047),
+    "Phi-4": (
+        "Phi3",
+        {
+            **PHI3,
+            "bos_token_id": 100257,
+            "eos_token_id": 100265,
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "max_position_embeddings": 16384,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 10,
+            "original_max_position_embeddings": 16384,
+            "pad_token_id": 100257,
+            "rope_theta": 250000,
+            "sliding_window": None,
+            "vocab_size": 100352,
+        },
+        16384,
+    ),
+}
+
+_LONG = [1.0] * 48
+# Published models that are refused: config.json, and what the message begins with.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Phi-3 mini 128K": (
+        {
+            **PHI3,
+            "max_position_embeddings": 131072,
+            "rope_scaling": {"long_factor": _LONG, "short_factor": _LONG, "type": "longrope"},
+            "sliding_window": 262144,
+        },
+        "rope_scaling.rope_type: expected one of default for Phi-3, got 'longrope'",
+    ),
+    "Phi-3 mini 128K, of old": (
+        {**PHI3, "rope_scaling": {"long_factor": _LONG, "short_factor": _LONG, "type": "su"}},
+        "rope_scaling.rope_type: expected one of default for Phi-3, got 'su'",
+    ),
+    "Phi-4 mini": ({**PHI3, "partial_rotary_factor": 0.75}, "partial_rotary_factor: expected null or 1, got 0.75"),
+    "Qwen2.5 7B Instruct 1M": (
+        {**QWEN2, "dual_chunk_attention_config": {"chunk_size": 262144}},
+        "dual_chunk_attention_config: expected only known keys",
+    ),
+    "Qwen2.5 7B Instruct AWQ": (
+        {**QWEN2, "quantization_config": {"bits": 4, "quant_method": "awq"}},
+        "quantization_config: expected null",
+    ),
+    "Qwen1.5 MoE": ({**QWEN2, "model_type": "qwen2_moe"}, "model_type: expected one of llama, mistral, phi3, qwen2"),
+    "Qwen3 8B": ({**QWEN2, "model_type": "qwen3"}, "model_type: expected one of"),
+    "Gemma 2": ({**_LLAMA, "model_type": "gemma2"}, "model_type: expected one of"),
+    "Granite 3": ({**_LLAMA, "model_type": "granite"}, "model_type: expected one of"),
+    "OLMo 2": ({**_LLAMA, "model_type": "olmo2"}, "model_type: expected one of"),
+    "SmolLM3": ({**_LLAMA, "model_type": "smollm3"}, "model_type: expected one of"),
+    "Ministral": ({**MISTRAL, "model_type": "ministral"}, "model_type: expected one of"),
+}
