@@ -36,6 +36,8 @@ from monograph.model.rope_config import read_rope
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+DEFAULT_NO_ROPE_LAYER_INTERVAL = 4
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -47,6 +49,7 @@ class ModelConfig:
         eos_token_ids: Every id that ends an answer, () if the file names none.
         sliding_window: Positions that one attends to at most, its own among them, in the layers that are limited; None
             if none is.
+        layers_without_rope: Numbers of the layers whose queries and keys are not turned.
     """
 
     model_type: str
@@ -67,6 +70,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     sliding_window: int | None = None
+    layers_without_rope: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES:
@@ -80,6 +84,8 @@ class ModelConfig:
         check_integer("head_dim", self.head_dim, 1, MAX_HEAD_DIM)
         check_integer("max_position_embeddings", self.max_position_embeddings, 1, MAX_POSITIONS)
         check_number("rms_norm_eps", self.rms_norm_eps)
+        for layer in self.layers_without_rope:
+            check_integer("layers_without_rope", layer, 0, self.num_layers - 1)
         if self.sliding_window is not None:
             check_integer("sliding_window", self.sliding_window, 2, MAX_POSITIONS)
         if self.num_q_heads % self.num_kv_heads:
@@ -147,7 +153,7 @@ class ModelConfig:
 def _read(values: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
     model_type, family = _read_family(fields)
-    check_keys(values)
+    check_keys(values, family.keys)
     vocab_size = fields.required_integer("vocab_size", 1, MAX_VOCAB_SIZE)
     hidden_size = fields.required_integer("hidden_size", 1, MAX_WIDTH)
     num_q_heads = fields.required_integer("num_attention_heads", 1, MAX_HEADS)
@@ -159,6 +165,7 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
     if hidden_act not in (None, "silu"):
         raise ConfigError(f"hidden_act: expected silu, got {describe(hidden_act)}; not supported")
     max_position = fields.integer("max_position_embeddings", 1, MAX_POSITIONS) or family.max_position_embeddings
+    layers_without_rope = _read_layers_without_rope(fields, num_layers) if family.skips_rope else ()
     attention_bias, mlp_bias = _read_biases(fields, family)
     return ModelConfig(
         model_type=model_type,
@@ -172,13 +179,14 @@ def _read(values: Mapping[str, Any]) -> ModelConfig:
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number("rms_norm_eps") or family.rms_norm_eps,
         rope=read_rope(fields, family, max_position),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
         attention_bias=attention_bias,
         mlp_bias=mlp_bias,
         dtype=_read_dtype(fields),
         bos_token_id=fields.integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
-        sliding_window=read_window(fields, family, num_layers),
+        sliding_window=read_window(fields, family, num_layers, layers_without_rope),
+        layers_without_rope=layers_without_rope,
     )
 
 
@@ -216,6 +224,16 @@ def _read_biases(fields: Fields, family: Family) -> tuple[bool, bool]:
                 "not supported"
             )
     return always["attention_bias"], always["mlp_bias"]
+
+
+def _read_layers_without_rope(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    turned = fields.values.get("no_rope_layers")  # which, against its name, is 1 for a layer that has RoPE
+    if turned is None:
+        interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS) or DEFAULT_NO_ROPE_LAYER_INTERVAL
+        return tuple(range(interval - 1, num_layers, interval))
+    if not isinstance(turned, list) or len(turned) != num_layers or any(each not in (0, 1) for each in turned):
+        raise ConfigError(f"no_rope_layers: expected {num_layers} numbers 0 or 1, got {describe(turned)}")
+    return tuple(layer for layer, is_turned in enumerate(turned) if not is_turned)
 
 
 def _derived_head_dim(hidden_size: int, num_q_heads: int) -> int:

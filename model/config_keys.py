@@ -8,7 +8,7 @@ refused when its name speaks of the computation and its value is not an "off": a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from monograph.errors import ConfigError
@@ -88,10 +88,15 @@ _WAY_OUT = {
 }
 
 
-def check_keys(values: Mapping[str, Any]) -> None:
-    """Refuse every key that would change the computation and is not followed. Raises ConfigError naming it."""
+def check_keys(values: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Refuse every key that would change the computation and is not followed. Raises ConfigError naming it.
+
+    Args:
+        values: The content of a config.json.
+        known: Keys that are read, or have no effect, for the model's family alone.
+    """
     for key, value in values.items():
-        if value is None or key in READ or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
+        if value is None or key in READ or key in known or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
             continue
         if any(part in key for part in HARMLESS_PARTS):
             continue

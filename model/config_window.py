@@ -6,6 +6,8 @@ what is supported: a model with a window runs up to that length.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from monograph.errors import ConfigError
 from monograph.model.config_fields import MAX_POSITIONS, Fields
 from monograph.model.family import Family
@@ -16,8 +18,14 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
-def read_window(fields: Fields, family: Family, num_layers: int) -> int | None:
+def read_window(fields: Fields, family: Family, num_layers: int, layers_without_rope: Collection[int]) -> int | None:
     """Read the window of the layers that have one.
+
+    Args:
+        fields: The content of a config.json.
+        family: Of the model.
+        num_layers: Of the model.
+        layers_without_rope: In some families, those that have a window where the file does not say.
 
     Returns:
         The number of positions, its own among them, that a position attends to at most; None if no layer is limited.
@@ -40,7 +48,9 @@ def read_window(fields: Fields, family: Family, num_layers: int) -> int | None:
         if window is None and kinds is not None and _SLIDING in kinds:
             raise ConfigError(f"layer_types: expected only {_FULL!r} without a sliding_window, got {_SLIDING!r}")
         return window
-    if kinds is None:
+    if kinds is None and family.windows == "layers without RoPE":
+        is_limited = use is True and len(layers_without_rope) > 0
+    elif kinds is None:
         first = fields.integer("max_window_layers", 0, MAX_POSITIONS)
         is_limited = use is True and (_DEFAULT_MAX_WINDOW_LAYERS if first is None else first) < num_layers
     else:

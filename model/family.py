@@ -16,8 +16,9 @@ RopeType = Literal["default", "linear", "llama3", "yarn"]
 # "qkv": q, k and v always have, nothing else does; "none": nothing has.
 Biases = Literal["flags", "qkv", "none"]
 # "none": every layer attends to everything; "every layer": all layers to the last `sliding_window` positions, if the
-# file has such a number; "some layers": those that `layer_types` or `max_window_layers` says, if `use_sliding_window`.
-Windows = Literal["none", "every layer", "some layers"]
+# file has such a number; the others need `use_sliding_window` too, and are what `layer_types` says, or where there is
+# none, the layers from `max_window_layers` on, or those without RoPE.
+Windows = Literal["none", "every layer", "from a layer on", "layers without RoPE"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Family:
         sliding_window: Where a file has no such field at all, which null is not.
         fused: Checkpoints hold q, k and v as one tensor `qkv_proj`, gate and up as one `gate_up_proj`.
         rope_types: The kinds of RoPE that files of the family may ask for.
+        rope_theta: The base, where a file has none.
+        skips_rope: Some layers have no RoPE (`no_rope_layers`, or one in `no_rope_layer_interval`).
+        tie_word_embeddings: Where a file has no such field.
+        keys: Fields that are read for this family alone, or that only here have no effect.
     """
 
     name: str
@@ -47,6 +52,10 @@ class Family:
     sliding_window: int | None = None
     fused: bool = False
     rope_types: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+    rope_theta: float = 10000.0
+    skips_rope: bool = False
+    tie_word_embeddings: bool = False
+    keys: tuple[str, ...] = ()
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -64,7 +73,19 @@ FAMILIES: Mapping[str, Family] = {
         32768,
         num_kv_heads=32,
         biases="qkv",
-        windows="some layers",
+        windows="from a layer on",
         sliding_window=4096,
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        ("SmolLM3ForCausalLM",),
+        32768,
+        num_kv_heads=4,
+        biases="flags",
+        windows="layers without RoPE",
+        rope_theta=2000000.0,
+        skips_rope=True,
+        tie_word_embeddings=True,
+        keys=("no_rope_layers", "no_rope_layer_interval", "pretraining_tp"),
     ),
 }

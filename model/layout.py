@@ -136,6 +136,8 @@ def _weights(config: ModelConfig, capacity: Capacity) -> Iterator[SlotRequest]:
     if not config.tie_word_embeddings:
         yield weight("lm_head", config.vocab_size, hidden)
     yield weight("rope_table", capacity.max_seq_len, config.head_dim, dtype=torch.float32)
+    if config.layers_without_rope:  # a table that turns by nothing, so that all layers run one kernel
+        yield weight("no_rope_table", capacity.max_seq_len, config.head_dim, dtype=torch.float32)
 
 
 def _state(config: ModelConfig, capacity: Capacity) -> Iterator[SlotRequest]:

@@ -110,7 +110,7 @@ def read_rope(fields: Fields, family: Family, max_position: int) -> RopeConfig:
     """
     nested = _nested(fields)
     theta = (nested.number("rope_theta", 1.0) if nested else None) or fields.number("rope_theta", 1.0)
-    theta = theta or DEFAULT_THETA
+    theta = theta or family.rope_theta
     if nested is None:
         return RopeConfig(theta=theta)
     rope_type = _rope_type(nested, family)

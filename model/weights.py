@@ -81,7 +81,7 @@ def placements(config: ModelConfig) -> Iterator[Placement]:
 
 
 def load_weights(source: Source, config: ModelConfig, arena: Views, progress: Progress | None = None) -> None:
-    """Fill every weight slot of an arena, the RoPE table included.
+    """Fill every weight slot of an arena, the RoPE tables included.
 
     Args:
         source: The checkpoint; stays open.
@@ -98,7 +98,7 @@ def load_weights(source: Source, config: ModelConfig, arena: Views, progress: Pr
         _load_to_gpu(source, config, arena, progress)
     else:
         _load_to_host(source, config, arena, progress)
-        _fill_rope_table(config, arena.view("rope_table"))
+        _fill_rope_tables(config, arena)
 
 
 def _load_to_host(source: Source, config: ModelConfig, arena: Views, progress: Progress | None) -> None:
@@ -120,7 +120,7 @@ def _load_to_gpu(source: Source, config: ModelConfig, arena: Views, progress: Pr
     names = source.names()
     transfers = [Transfer(_stored_name(place, names), _rows(arena, place)) for place in placements(config)]
     with ThreadPoolExecutor(1, thread_name_prefix="rope") as side:  # 0.3 s of one core for 131,072 positions
-        table = side.submit(_fill_rope_table, config, arena.view("rope_table"))
+        table = side.submit(_fill_rope_tables, config, arena)
         overflown = upload(source, transfers, progress)
         table.result()
     for name in overflown:
@@ -175,7 +175,12 @@ def _not_tied() -> CheckpointError:
     )
 
 
-def _fill_rope_table(config: ModelConfig, table: torch.Tensor) -> None:
+def _fill_rope_tables(config: ModelConfig, arena: Views) -> None:
+    if config.layers_without_rope:
+        cosines, sines = arena.view("no_rope_table").chunk(2, dim=1)
+        cosines.fill_(1.0)
+        sines.fill_(0.0)
+    table = arena.view("rope_table")
     max_seq_len = table.shape[0]
     for block in _blocks(table.shape):
         table[block].copy_(rope_table(config, min(block.stop, max_seq_len), first=block.start))

@@ -204,10 +204,11 @@ class WeightSlots:
             shapes.update({f"layers.{layer}.{name}_bias": per_layer[name][:1] for name in biased})
         if not config.tie_word_embeddings:
             shapes["lm_head"] = (config.vocab_size, hidden)
-        shapes["rope_table"] = (max_seq_len, config.head_dim)
+        for table in ("rope_table", "no_rope_table")[: 1 + bool(config.layers_without_rope)]:
+            shapes[table] = (max_seq_len, config.head_dim)
         places, offset = {}, self.GAP
         for name, shape in shapes.items():
-            slot_dtype = torch.float32 if name == "rope_table" else dtype
+            slot_dtype = torch.float32 if name.endswith("rope_table") else dtype
             nbytes = math.prod(shape) * slot_dtype.itemsize
             places[name] = (offset, nbytes, slot_dtype, shape)
             offset += -(-nbytes // self.GAP) * self.GAP + self.GAP

@@ -84,6 +84,39 @@ PHI3: dict[str, Any] = {
     "vocab_size": 32064,
 }
 
+SMOLLM3: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pad_token_id": 128004,
+    "pretraining_tp": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+
 # A published model, its family in transformers, its config.json, and the longest sequence.
 SERVED: dict[str, tuple[str, dict[str, Any], int]] = {
     "Yi 6B": (
@@ -185,6 +218,7 @@ SERVED: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         131072,
     ),
+    "SmolLM3 3B": ("SmolLM3", SMOLLM3, 65536),
     "Phi-3 mini 4K": ("Phi3", PHI3, 2047),
     "Phi-4": (
         "Phi3",
@@ -233,11 +267,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**QWEN2, "quantization_config": {"bits": 4, "quant_method": "awq"}},
         "quantization_config: expected null",
     ),
-    "Qwen1.5 MoE": ({**QWEN2, "model_type": "qwen2_moe"}, "model_type: expected one of llama, mistral, phi3, qwen2"),
+    "Qwen1.5 MoE": (
+        {**QWEN2, "model_type": "qwen2_moe"},
+        "model_type: expected one of llama, mistral, phi3, qwen2, smollm3",
+    ),
     "Qwen3 8B": ({**QWEN2, "model_type": "qwen3"}, "model_type: expected one of"),
     "Gemma 2": ({**_LLAMA, "model_type": "gemma2"}, "model_type: expected one of"),
     "Granite 3": ({**_LLAMA, "model_type": "granite"}, "model_type: expected one of"),
     "OLMo 2": ({**_LLAMA, "model_type": "olmo2"}, "model_type: expected one of"),
-    "SmolLM3": ({**_LLAMA, "model_type": "smollm3"}, "model_type: expected one of"),
     "Ministral": ({**MISTRAL, "model_type": "ministral"}, "model_type: expected one of"),
 }

@@ -11,7 +11,7 @@ import torch
 
 from tests.engines import write_tokenizer
 
-# Odd sizes and ratios of query to KV heads of 3, 7 and 1 or more; head sizes given and derived, tied heads and not.
+# Odd sizes and ratios of query to KV heads of 3, 7 and 24; head sizes given and derived, tied heads and not.
 # The class names are of transformers: the model is <name>ForCausalLM, its configuration <name>Config.
 COMMON: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -40,10 +40,10 @@ SIZES: list[dict[str, Any]] = [
     },
     {
         "vocab_size": 93,
-        "hidden_size": 70,
+        "hidden_size": 48,
         "intermediate_size": 51,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 1,
         "head_dim": 18,
         "rms_norm_eps": 1e-6,
     },
@@ -93,10 +93,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         _rope(1e4),
         {"sliding_window": 131, **_rope(2e4)},
-        {"sliding_window": None, **_rope(1e4)},
+        {"sliding_window": None, "hidden_size": 144, **_rope(1e4)},
+    ),
+    **_cases(
+        "SmolLM3",
+        {"no_rope_layer_interval": 2, **_rope(5e6)},
+        {"no_rope_layers": [0, 1], "attention_bias": True, **_rope(1e4, **YARN)},
+        {"use_sliding_window": True, "sliding_window": 100, "no_rope_layers": [1, 0], "mlp_bias": True, **_rope(1e4)},
     ),
 }
-del MODELS["Phi3 3"][1]["head_dim"]  # Phi3Config derives it
+del MODELS["Phi3 3"][1]["head_dim"]  # transformers derives it: 144 / 24
 
 
 def make_model(family: str, facts: Mapping[str, Any], std: float = 0.15, bias_std: float = 1.0) -> Any:

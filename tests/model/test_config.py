@@ -194,7 +194,9 @@ def test_b03_bias_flags() -> None:
     config = read(attention_bias=ABSENT, mlp_bias=None)
     assert (config.attention_bias, config.mlp_bias) == (False, False)
     assert "attention_bias: expected true or false, got 1" in refusal(attention_bias=1)
-    assert "model_type: expected one of llama, mistral, phi3, qwen2, got 'gemma'" in refusal(model_type="gemma")
+    assert "model_type: expected one of llama, mistral, phi3, qwen2, smollm3, got 'gemma'" in refusal(
+        model_type="gemma"
+    )
 
 
 def test_defaults_of_absent_fields() -> None:
@@ -257,8 +259,8 @@ def test_missing_sizes(field: str) -> None:
         ("torch_dtype", "int8", "one of bfloat16, float16, float32, got 'int8'"),
         ("torch_dtype", {"": "float16"}, "text, got"),
         ("hidden_act", "gelu", "silu, got 'gelu'"),
-        ("model_type", "gemma", "one of llama, mistral, phi3, qwen2, got 'gemma'"),
-        ("model_type", ABSENT, "one of llama, mistral, phi3, qwen2, got no such field"),
+        ("model_type", "gemma", "one of llama, mistral, phi3, qwen2, smollm3, got 'gemma'"),
+        ("model_type", ABSENT, "one of llama, mistral, phi3, qwen2, smollm3, got no such field"),
         ("model_type", 3, "text, got 3"),
         ("architectures", ["LlamaForSequenceClassification"], "[LlamaForCausalLM], got"),
         ("architectures", "LlamaForCausalLM", "[LlamaForCausalLM], got"),

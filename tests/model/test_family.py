@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_a_wrong_epsilon_does_not_pass(case: str, tmp_path: Path) -> None:
     save_model(model, tmp_path)
     ids, want = tiny_ids(facts, POSITIONS), oracle_logits(model, tiny_ids(facts, POSITIONS))
     assert worst_error(tmp_path, ids, want) < RELATIVE_ERROR / 5
-    change_config(tmp_path, lambda f: f.update(rms_norm_eps=3 * f["rms_norm_eps"]))
+    change_config(tmp_path, lambda f: f.update(rms_norm_eps=10 * f["rms_norm_eps"]))
     assert worst_error(tmp_path, ids, want) > 10 * RELATIVE_ERROR
 
 
@@ -104,6 +105,21 @@ def test_fused_rows_in_another_order_do_not_pass(tensor: str, tmp_path: Path) ->
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     ids = tiny_ids(facts, POSITIONS)
     assert worst_error(tmp_path, ids, oracle_logits(model, ids)) > 10 * RELATIVE_ERROR
+
+
+def _turn_all_or_none(turned: int, facts: dict[str, Any]) -> None:
+    facts["no_rope_layers"] = [turned] * facts["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("case", [case for case in MODELS if case.startswith("SmolLM3")])
+def test_rope_in_other_layers_does_not_pass(case: str, tmp_path: Path) -> None:
+    family, facts = MODELS[case]
+    model = make_model(family, facts)
+    save_model(model, tmp_path)
+    ids = tiny_ids(facts, POSITIONS)
+    for turned in (1, 0):
+        change_config(tmp_path, partial(_turn_all_or_none, turned))
+        assert worst_error(tmp_path, ids, oracle_logits(model, ids)) > 10 * RELATIVE_ERROR
 
 
 # YaRN, all fields
@@ -150,7 +166,12 @@ def test_a_wrong_field_of_yarn_does_not_pass(field: str, value: float, tmp_path:
 
 # Windows
 
-WINDOWED = {"Mistral": {}, "Phi3": {}, "Qwen2": {"use_sliding_window": True, "max_window_layers": 1}}
+WINDOWED = {
+    "Mistral": {},
+    "Phi3": {},
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "SmolLM3": {"use_sliding_window": True, "no_rope_layer_interval": 2},
+}
 
 
 @pytest.mark.parametrize("family", WINDOWED)

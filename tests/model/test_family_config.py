@@ -21,7 +21,7 @@ from monograph.model.rope import inv_freq, rope_table
 from monograph.model.safetensors_source import SafetensorsSource
 from monograph.model.weights import load_weights
 from tests.checkpoints import ABSENT, WeightSlots, fused_parameters
-from tests.model.family_configs import MISTRAL, PHI3, QWEN2, REFUSED, SERVED
+from tests.model.family_configs import MISTRAL, PHI3, QWEN2, REFUSED, SERVED, SMOLLM3
 from tests.model.family_models import MODELS, make_model, save_model
 from tests.model.llama_configs import LLAMA_CONFIGS
 
@@ -70,18 +70,39 @@ def test_published_models_that_are_refused(name: str) -> None:
     assert refusal(facts).startswith(expected)
 
 
-@pytest.mark.parametrize(("family", "facts"), [("Mistral", MISTRAL), ("Qwen2", QWEN2), ("Phi3", PHI3)])
+@pytest.mark.parametrize(
+    ("family", "facts"), [("Mistral", MISTRAL), ("Qwen2", QWEN2), ("Phi3", PHI3), ("SmolLM3", SMOLLM3)]
+)
 def test_absent_fields_are_what_they_are_for_transformers(family: str, facts: dict[str, Any]) -> None:
     import transformers
 
     names = "rms_norm_eps max_position_embeddings hidden_act tie_word_embeddings num_key_value_heads sliding_window"
+    names += " rope_theta"
     bare = {name: value for name, value in facts.items() if name not in names.split()}
     bare |= {"num_attention_heads": 32, "hidden_size": 4096}  # which the default of Qwen2's KV heads divides
     ours, theirs = ModelConfig.from_dict(bare), getattr(transformers, f"{family}Config").from_dict(bare)
     assert (ours.rms_norm_eps, ours.max_position_embeddings) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
     assert (ours.num_kv_heads, ours.sliding_window) == (theirs.num_key_value_heads, theirs.sliding_window)
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (ours.tie_word_embeddings, ours.rope.theta) == (
+        theirs.tie_word_embeddings,
+        theirs.rope_parameters["rope_theta"],
+    )
     assert read(bare, num_key_value_heads=None).num_kv_heads == 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layers"),
+    [
+        ({}, (3, 7, 11, 15, 19, 23, 27, 31, 35)),
+        ({"no_rope_layers": ABSENT}, (3, 7, 11, 15, 19, 23, 27, 31, 35)),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 20}, (19,)),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 100}, ()),
+        ({"no_rope_layers": [0, *[1] * 35], "no_rope_layer_interval": 4}, (0,)),
+    ],
+)
+def test_layers_without_rope(overrides: dict[str, Any], layers: tuple[int, ...]) -> None:
+    assert read(SMOLLM3, **overrides).layers_without_rope == layers
+    assert read(LLAMA).layers_without_rope == ()
 
 
 @pytest.mark.parametrize(
@@ -94,6 +115,14 @@ def test_absent_fields_are_what_they_are_for_transformers(family: str, facts: di
         (MISTRAL, {"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"] * 16}, 512),
         (PHI3, {"sliding_window": ABSENT}, None),
         (QWEN2, {"use_sliding_window": ABSENT, "sliding_window": 512}, None),
+        (SMOLLM3, {"sliding_window": 512, "layer_types": None}, None),
+        (SMOLLM3, {"use_sliding_window": True, "sliding_window": 512}, None),  # layer_types says otherwise
+        (SMOLLM3, {"use_sliding_window": True, "sliding_window": 512, "layer_types": None}, 512),
+        (
+            SMOLLM3,
+            {"use_sliding_window": True, "sliding_window": 512, "layer_types": None, "no_rope_layers": [1] * 36},
+            None,
+        ),
         (QWEN2, {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 27}, 512),
         (QWEN2, {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 28}, None),
         (QWEN2, {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": ABSENT}, None),
@@ -121,6 +150,13 @@ SLIDING = ["sliding_attention"] * 28
         (QWEN2, {"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window: expected null for Llama, got 4096"),
         (LLAMA, {"use_sliding_window": True}, "use_sliding_window: expected null or false, got true"),
+        (SMOLLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 36 numbers 0 or 1, got"),
+        (SMOLLM3, {"no_rope_layers": [2] * 36}, "no_rope_layers: expected 36 numbers 0 or 1, got"),
+        (SMOLLM3, {"no_rope_layers": 4}, "no_rope_layers: expected 36 numbers 0 or 1, got 4"),
+        (SMOLLM3, {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval: expected an integer"),
+        (LLAMA, {"no_rope_layers": [1, 0]}, "no_rope_layers: expected only known keys"),
+        (LLAMA, {"no_rope_layer_interval": 4}, "no_rope_layer_interval: expected only known keys"),
+        (LLAMA, {"pretraining_tp": 2}, "pretraining_tp: expected null or 1, got 2"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window: expected an integer in 2.."),
         (MISTRAL, {"sliding_window": 1}, "sliding_window: expected an integer in 2.."),
         (MISTRAL, {"sliding_window": True}, "sliding_window: expected an integer in 2.."),
@@ -192,13 +228,13 @@ def test_yarn_multiplies_the_table() -> None:
 
 
 JSON_VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.lists(st.text())
-KEYS = ["sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "attention_bias", "mlp_bias"]
+KEYS = ["sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "mlp_bias", "no_rope_layers"]
 YARN_KEYS = ["factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"]
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from([LLAMA, MISTRAL, QWEN2, PHI3]),
+    st.sampled_from([LLAMA, MISTRAL, QWEN2, PHI3, SMOLLM3]),
     st.dictionaries(st.sampled_from(KEYS), JSON_VALUES),
     st.dictionaries(st.sampled_from(YARN_KEYS), JSON_VALUES),
 )
@@ -231,7 +267,8 @@ def test_every_parameter_reaches_its_rows(case: str, dtype: torch.dtype, tmp_pat
     load_weights(source, config, slots)
     assert slots.gaps_intact()
     expected = fused_parameters(config, model.state_dict())
-    assert slots.views.keys() == {*expected, "rope_table"}
+    tables = {"rope_table", "no_rope_table"} if config.layers_without_rope else {"rope_table"}
+    assert slots.views.keys() == {*expected, *tables}
     for name, tensor in expected.items():
         assert torch.equal(slots.view(name), tensor.to(dtype)), name
 
@@ -271,7 +308,7 @@ def test_the_page_of_models_names_every_family_and_kind_of_rope() -> None:
         family = FAMILIES[cells[0].strip(" `")]
         assert {kind.strip() for kind in cells[2].split(",")} == set(family.rope_types), family.name
     for name, (family_name, _, longest) in SERVED.items():
-        assert family_name in {"Llama", "Mistral", "Qwen2", "Phi3"}, name
+        assert family_name in {"Llama", "Mistral", "Qwen2", "Phi3", "SmolLM3"}, name
         assert f"| {name} | {longest:,} |" in page, name
     for name, (_, reason) in REFUSED.items():
         assert f"| {name} | `{reason.partition(':')[0]}` |" in page, name
