@@ -32,8 +32,8 @@ def write_checkpoint(folder: Path, config: ModelConfig, arena: Arena, shard_nbyt
         shard_nbytes: A shard is ended once it holds this much.
 
     Raises:
-        ConfigError: The model stretches RoPE by explicit frequencies, which config.json cannot say, or has a sliding
-            window, of which it is not known which layers have it.
+        ConfigError: The model stretches RoPE by explicit frequencies, which config.json cannot say, or has layers that
+            differ: some without RoPE, or with a sliding window.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = config_json(config, arena.view("embed").dtype)
@@ -64,6 +64,8 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         )
     if config.sliding_window is not None:
         raise ConfigError(f"sliding_window: expected null, got {config.sliding_window}; not written")
+    if config.layers_without_rope:
+        raise ConfigError(f"layers_without_rope: expected none, got {config.layers_without_rope}; not written")
     scaling: dict[str, Any] | None = None
     if rope.rope_type != "default":
         scaling = {"rope_type": rope.rope_type, "factor": rope.factor}

@@ -95,9 +95,15 @@ def test_other_families_are_not_written_as_gguf(name: str, tmp_path: Path) -> No
         write_gguf(tmp_path / "model.gguf", FAMILIES[name], decoder_of(FAMILIES[name]).arena)
 
 
-def test_a_window_is_not_written(tmp_path: Path) -> None:
-    config = replace(CONFIG, model_type="mistral", sliding_window=100)
-    with pytest.raises(ConfigError, match="sliding_window: expected null, got 100"):
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (replace(CONFIG, model_type="mistral", sliding_window=100), "sliding_window: expected null, got 100"),
+        (replace(CONFIG, model_type="smollm3", layers_without_rope=(1,)), "layers_without_rope: expected none, got"),
+    ],
+)
+def test_layers_that_differ_are_not_written(config: ModelConfig, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=expected):
         write_checkpoint(tmp_path, config, decoder_of(CONFIG).arena)
 
 
