@@ -1,4 +1,4 @@
-"""The config.json files of published models beside Llama's own, in the spelling of their time: what of them matters."""
+"""Files of config.json in the form of published models beside Llama's own: the keys and values that matter, as known."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ SERVED: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 _LONG = [1.0] * 48
-# Published models that are refused: config.json, and what the message begins with.
+# Likewise, those that are refused: config.json, and what the message begins with.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Phi-3 mini 128K": (
         {
