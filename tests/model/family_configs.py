@@ -1,4 +1,4 @@
-"""Files of config.json in the form of published models beside Llama's own: the keys and values that matter, as known."""
+"""Files of config.json in the form of published models beside Llama's own: the keys and values that matter."""
 
 from __future__ import annotations
 
