@@ -32,7 +32,8 @@ def write_checkpoint(folder: Path, config: ModelConfig, arena: Arena, shard_nbyt
         shard_nbytes: A shard is ended once it holds this much.
 
     Raises:
-        ConfigError: The model stretches RoPE by explicit frequencies, which config.json cannot say.
+        ConfigError: The model stretches RoPE by explicit frequencies, which config.json cannot say, or has layers that
+            differ: some without RoPE, or with a sliding window.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = config_json(config, arena.view("embed").dtype)
@@ -58,7 +59,13 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The content of config.json for a model, in the spelling that old and new readers understand."""
     rope = config.rope
     if rope.frequencies is not None:
-        raise ConfigError("rope: expected default, linear or llama3, got explicit frequencies; config.json has no key")
+        raise ConfigError(
+            "rope: expected default, linear, llama3 or yarn, got explicit frequencies; config.json has no key"
+        )
+    if config.sliding_window is not None:
+        raise ConfigError(f"sliding_window: expected null, got {config.sliding_window}; not written")
+    if config.layers_without_rope:
+        raise ConfigError(f"layers_without_rope: expected none, got {config.layers_without_rope}; not written")
     scaling: dict[str, Any] | None = None
     if rope.rope_type != "default":
         scaling = {"rope_type": rope.rope_type, "factor": rope.factor}
@@ -69,8 +76,17 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_position_embeddings,
         }
+    if rope.rope_type == "yarn":
+        scaling = {
+            **(scaling or {}),
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+            "attention_factor": rope.attention_factor,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+        }
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [config.family.architectures[0]],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -84,6 +100,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
         "hidden_act": "silu",
+        "sliding_window": None,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_word_embeddings,

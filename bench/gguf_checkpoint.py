@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, TokenType
 
 from monograph.arena import Arena
+from monograph.errors import ConfigError
 from monograph.model.config import ModelConfig, RopeConfig
 from monograph.model.gguf_source import hf_name
 from monograph.model.rope import inv_freq
@@ -31,7 +32,13 @@ def write_gguf(path: Path, config: ModelConfig, arena: Arena) -> None:
         path: The file.
         config: The model.
         arena: Holds its weights, on any device.
+
+    Raises:
+        ConfigError: Not a Llama, or one whose RoPE is YaRN.
     """
+    if config.model_type != "llama" or config.rope.rope_type == "yarn":
+        kind = f"{config.model_type} with rope_type {config.rope.rope_type}"
+        raise ConfigError(f"model_type: expected llama with rope_type default, linear or llama3, got {kind}")
     writer = GGUFWriter(path, "llama")
     _write_facts(writer, config)
     names = {hf_name(name): name for name in _gguf_names(config)}

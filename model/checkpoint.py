@@ -1,7 +1,7 @@
 """What a checkpoint must hold, from the wanted side.
 
 A checkpoint is read through a `Source`, whatever its file format. All sources speak the tensor names and shapes of
-Hugging Face's Llama (``model.layers.0.self_attn.q_proj.weight``, ``[out, in]``). Completeness is judged by what the
+Hugging Face's models (``model.layers.0.self_attn.q_proj.weight``, ``[out, in]``). Completeness is judged by what the
 configuration asks for, never by what happens to be on disk: a tensor that is missing, left over or misshapen is an
 error that names it, before anything is allocated.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -92,26 +92,51 @@ def layer_name(layer: int, part: str, kind: str = "weight") -> str:
     return f"model.layers.{layer}.{part}.{kind}"
 
 
+class Projection(NamedTuple):
+    """A matrix of a layer as checkpoints store it, [rows, columns]."""
+
+    part: str
+    rows: int
+    columns: int
+    bias: bool
+
+
+def projections(config: ModelConfig) -> tuple[Projection, ...]:
+    """Return the matrices of a layer, in the order in which the kernels want their rows: q before k before v, gate
+    before up. Families that store those as one tensor each have them in the same order."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    q_width, kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention, mlp = config.attention_bias, config.mlp_bias
+    o_proj = Projection("self_attn.o_proj", hidden, q_width, config.output_bias)
+    down_proj = Projection("mlp.down_proj", hidden, inter, mlp)
+    if config.family.fused:
+        return (
+            Projection("self_attn.qkv_proj", q_width + 2 * kv_width, hidden, attention),
+            o_proj,
+            Projection("mlp.gate_up_proj", 2 * inter, hidden, mlp),
+            down_proj,
+        )
+    return (
+        Projection("self_attn.q_proj", q_width, hidden, attention),
+        Projection("self_attn.k_proj", kv_width, hidden, attention),
+        Projection("self_attn.v_proj", kv_width, hidden, attention),
+        o_proj,
+        Projection("mlp.gate_proj", inter, hidden, mlp),
+        Projection("mlp.up_proj", inter, hidden, mlp),
+        down_proj,
+    )
+
+
 def wanted_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor that a model needs, in the order in which checkpoints store them.
 
     A tied head is not among them: whether it may be there is a matter of `check_complete`.
     """
-    hidden, inter = config.hidden_size, config.intermediate_size
-    q_width, kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     wanted: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         wanted[layer_name(layer, "input_layernorm")] = (hidden,)
-        projections = {
-            "self_attn.q_proj": (q_width, hidden, config.attention_bias),
-            "self_attn.k_proj": (kv_width, hidden, config.attention_bias),
-            "self_attn.v_proj": (kv_width, hidden, config.attention_bias),
-            "self_attn.o_proj": (hidden, q_width, config.attention_bias),
-            "mlp.gate_proj": (inter, hidden, config.mlp_bias),
-            "mlp.up_proj": (inter, hidden, config.mlp_bias),
-            "mlp.down_proj": (hidden, inter, config.mlp_bias),
-        }
-        for part, (rows, columns, bias) in projections.items():
+        for part, rows, columns, bias in projections(config):
             wanted[layer_name(layer, part)] = (rows, columns)
             if bias:
                 wanted[layer_name(layer, part, "bias")] = (rows,)
@@ -151,9 +176,11 @@ def check_complete(source: Source, config: ModelConfig) -> None:
     ]
     problems = []
     if missing:
-        problems.append(f"missing tensors: {_listed(missing)}{_missing_hint(missing, names)}")
+        problems.append(f"missing tensors: {_listed(missing)}{_missing_hint(missing, names, config)}")
     if extra:
-        problems.append(f"tensors that the configuration has no place for: {_listed(extra)}{_extra_hint(extra)}")
+        problems.append(
+            f"tensors that the configuration has no place for: {_listed(extra)}{_extra_hint(extra, config)}"
+        )
     if misshapen:
         problems.append(f"tensors of another shape than the configuration says: {_listed(misshapen)}")
     if wrong_dtype:
@@ -203,7 +230,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(listed[:_MAX_NAMED]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
-def _missing_hint(missing: list[str], names: set[str]) -> str:
+def _missing_hint(missing: list[str], names: set[str], config: ModelConfig) -> str:
     if missing == [LM_HEAD]:
         return (
             " (tie_word_embeddings is false, also when config.json does not say; a model whose head is its embedding "
@@ -212,13 +239,17 @@ def _missing_hint(missing: list[str], names: set[str]) -> str:
     if EMBED in missing and "embed_tokens.weight" in names:
         return " (the names lack 'model.': this looks like the body of a model saved without its head)"
     if any(name.endswith(".bias") for name in missing):
+        if config.family.biases == "qkv":
+            return f" ({config.family.name} has biases of q, k and v)"
         return " (attention_bias asks for biases of q, k, v and o, mlp_bias for those of gate, up and down)"
     return " (an incomplete download or conversion?)"
 
 
-def _extra_hint(extra: list[str]) -> str:
+def _extra_hint(extra: list[str], config: ModelConfig) -> str:
     if any(_QUANTISED_EXTRA.search(name) for name in extra):
         return " (this looks like a quantised checkpoint, which is not supported)"
     if any(name.endswith(".bias") for name in extra):
+        if config.family.biases != "flags":
+            return f" ({config.family.name} has no such biases)"
         return " (attention_bias or mlp_bias is false in config.json, yet the checkpoint has biases)"
     return ""

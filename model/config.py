@@ -1,8 +1,9 @@
-"""The configuration of a Llama model: every fact that the layout, the weights and the kernels need, checked and frozen.
+"""The configuration of a model: every fact that the layout, the weights and the kernels need, checked and frozen.
 
 Both spellings of config.json are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that of
 transformers 5 (`rope_parameters`, `dtype`). Where the same setting is given twice, the nested or newer one wins, as it
-does for transformers; a file that contradicts itself is refused.
+does for transformers; a file that contradicts itself is refused. What differs between families of models is in
+`family.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -27,69 +28,28 @@ from monograph.model.config_fields import (
     check_number,
 )
 from monograph.model.config_keys import check_keys
+from monograph.model.config_window import read_window
+from monograph.model.family import FAMILIES, Family
 from monograph.model.json_file import describe, read_json_object
+from monograph.model.rope_config import RopeConfig as RopeConfig
+from monograph.model.rope_config import read_rope
 
-MODEL_TYPES = ("llama",)
-# The second spelling is that of the first conversions of Llama 1.
-ARCHITECTURES = ("LlamaForCausalLM", "LLaMAForCausalLM")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-RopeType = Literal["default", "linear", "llama3"]
-DEFAULT_ROPE_THETA = 10000.0
-DEFAULT_RMS_NORM_EPS = 1e-6
-DEFAULT_MAX_POSITION_EMBEDDINGS = 2048
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: base frequency and how it is stretched to longer contexts.
-
-    Attributes:
-        rope_type: "default"; "linear", all frequencies divided by `factor`; "llama3", low frequencies divided by
-            `factor` with a smooth passage to the high ones.
-        theta: Base of the geometric series of frequencies.
-        factor: The stretch of "linear" and "llama3".
-        low_freq_factor: "llama3" only: wavelengths over original length / low_freq_factor are stretched fully.
-        high_freq_factor: "llama3" only: wavelengths under original length / high_freq_factor are not stretched.
-        original_max_position_embeddings: "llama3" only: length the model was first trained for.
-        frequencies: Divisors of the frequencies, one a pair of dimensions (the tensor `rope_freqs` of a GGUF file).
-    """
-
-    rope_type: RopeType = "default"
-    theta: float = DEFAULT_ROPE_THETA
-    factor: float = 1.0
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    frequencies: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in get_args(RopeType):
-            supported = ", ".join(get_args(RopeType))
-            raise ConfigError(f"rope_type: expected one of {supported}, got {describe(self.rope_type)}; not supported")
-        check_number("rope_theta", self.theta, above=1.0)
-        if check_number("rope factor", self.factor) < 1.0:
-            raise ConfigError(f"rope factor: expected a number of at least 1, got {self.factor:g}")
-        for divisor in self.frequencies or ():
-            check_number("rope frequencies", divisor)
-        if self.rope_type != "llama3":
-            return
-        if self.frequencies is not None:
-            raise ConfigError("rope_type: expected default or linear beside explicit frequencies, got llama3")
-        low = check_number("low_freq_factor", self.low_freq_factor)
-        high = check_number("high_freq_factor", self.high_freq_factor)
-        if high <= low:
-            raise ConfigError(f"high_freq_factor: expected a number above low_freq_factor {low:g}, got {high:g}")
-        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 1, MAX_POSITIONS)
+DEFAULT_NO_ROPE_LAYER_INTERVAL = 4
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Facts of a Llama model. Built by `from_folder` or `from_dict`; a GGUF file's metadata makes the same.
+    """Facts of a model. Built by `from_folder` or `from_dict`; a GGUF file's metadata makes the same.
 
     Attributes:
+        attention_bias: q, k and v have biases; so has o, unless the family says otherwise (`output_bias`).
         dtype: The dtype that the file says its weights have, None if it says nothing.
         eos_token_ids: Every id that ends an answer, () if the file names none.
+        sliding_window: Positions that one attends to at most, its own among them, in the layers that are limited; None
+            if none is.
+        layers_without_rope: Numbers of the layers whose queries and keys are not turned.
     """
 
     model_type: str
@@ -109,8 +69,12 @@ class ModelConfig:
     dtype: torch.dtype | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    layers_without_rope: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.model_type not in FAMILIES:
+            raise ConfigError(f"model_type: expected one of {', '.join(FAMILIES)}, got {describe(self.model_type)}")
         check_integer("vocab_size", self.vocab_size, 1, MAX_VOCAB_SIZE)
         check_integer("hidden_size", self.hidden_size, 1, MAX_WIDTH)
         check_integer("intermediate_size", self.intermediate_size, 1, MAX_WIDTH)
@@ -120,6 +84,10 @@ class ModelConfig:
         check_integer("head_dim", self.head_dim, 1, MAX_HEAD_DIM)
         check_integer("max_position_embeddings", self.max_position_embeddings, 1, MAX_POSITIONS)
         check_number("rms_norm_eps", self.rms_norm_eps)
+        for layer in self.layers_without_rope:
+            check_integer("layers_without_rope", layer, 0, self.num_layers - 1)
+        if self.sliding_window is not None:
+            check_integer("sliding_window", self.sliding_window, 2, MAX_POSITIONS)
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_key_value_heads: expected a divisor of num_attention_heads {self.num_q_heads}, "
@@ -137,6 +105,22 @@ class ModelConfig:
     def scale(self) -> float:
         """Factor of the attention scores: the head size to the power -1/2, whatever the hidden size."""
         return float(self.head_dim**-0.5)
+
+    @property
+    def family(self) -> Family:
+        """What this model has in common with others of its `model_type`."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether o has a bias."""
+        return self.attention_bias and self.family.biases == "flags"
+
+    @property
+    def longest_seq_len(self) -> int:
+        """The longest sequence that is computed as the model's authors meant it: up to `max_position_embeddings`, and
+        no longer than a sliding window, which up to its own length hides nothing."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -158,7 +142,7 @@ class ModelConfig:
 
         Raises:
             ConfigError: A field is missing, of the wrong type, out of range, contradictory, or asks for a computation
-                that is not Llama's. The message names `source` and the field.
+                that is not supported. The message names `source` and the field.
         """
         try:
             return _read(values)
@@ -168,38 +152,46 @@ class ModelConfig:
 
 def _read(values: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
-    _check_kind(fields)
-    check_keys(values)
+    model_type, family = _read_family(fields)
+    check_keys(values, family.keys)
     vocab_size = fields.required_integer("vocab_size", 1, MAX_VOCAB_SIZE)
     hidden_size = fields.required_integer("hidden_size", 1, MAX_WIDTH)
     num_q_heads = fields.required_integer("num_attention_heads", 1, MAX_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS)
+    if num_kv_heads is None and "num_key_value_heads" not in values:
+        num_kv_heads = family.num_kv_heads
+    num_layers = fields.required_integer("num_hidden_layers", 1, MAX_LAYERS)
     hidden_act = fields.text("hidden_act")
     if hidden_act not in (None, "silu"):
         raise ConfigError(f"hidden_act: expected silu, got {describe(hidden_act)}; not supported")
-    max_position = fields.integer("max_position_embeddings", 1, MAX_POSITIONS) or DEFAULT_MAX_POSITION_EMBEDDINGS
+    max_position = fields.integer("max_position_embeddings", 1, MAX_POSITIONS) or family.max_position_embeddings
+    layers_without_rope = _read_layers_without_rope(fields, num_layers) if family.skips_rope else ()
+    attention_bias, mlp_bias = _read_biases(fields, family)
     return ModelConfig(
-        model_type=values["model_type"],
+        model_type=model_type,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.required_integer("intermediate_size", 1, MAX_WIDTH),
-        num_layers=fields.required_integer("num_hidden_layers", 1, MAX_LAYERS),
+        num_layers=num_layers,
         num_q_heads=num_q_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS) or num_q_heads,
+        num_kv_heads=num_kv_heads or num_q_heads,
         head_dim=fields.integer("head_dim", 1, MAX_HEAD_DIM) or _derived_head_dim(hidden_size, num_q_heads),
         max_position_embeddings=max_position,
-        rms_norm_eps=fields.number("rms_norm_eps") or DEFAULT_RMS_NORM_EPS,
-        rope=_read_rope(fields, max_position),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=fields.flag("attention_bias", False),
-        mlp_bias=fields.flag("mlp_bias", False),
+        rms_norm_eps=fields.number("rms_norm_eps") or family.rms_norm_eps,
+        rope=read_rope(fields, family, max_position),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
         dtype=_read_dtype(fields),
         bos_token_id=fields.integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+        sliding_window=read_window(fields, family, num_layers, layers_without_rope),
+        layers_without_rope=layers_without_rope,
     )
 
 
-def _check_kind(fields: Fields) -> None:
-    supported = ", ".join(MODEL_TYPES)
+def _read_family(fields: Fields) -> tuple[str, Family]:
+    supported = ", ".join(FAMILIES)
     for wrapped in ("text_config", "vision_config"):
         if wrapped in fields and fields.values[wrapped] != {}:
             raise ConfigError(
@@ -207,14 +199,41 @@ def _check_kind(fields: Fields) -> None:
                 f"{describe(fields.values.get('model_type'))}; not supported"
             )
     model_type = fields.text("model_type")
-    if model_type not in MODEL_TYPES:
+    if model_type is None or model_type not in FAMILIES:
         found = "no such field" if model_type is None else describe(model_type)
         raise ConfigError(f"model_type: expected one of {supported}, got {found}; not supported")
+    family = FAMILIES[model_type]
     architectures = fields.values.get("architectures")
     if architectures is None or architectures == []:
-        return
-    if not isinstance(architectures, list) or any(name not in ARCHITECTURES for name in architectures):
-        raise ConfigError(f"architectures: expected [{ARCHITECTURES[0]}], got {describe(architectures)}; not supported")
+        return model_type, family
+    known = family.architectures
+    if not isinstance(architectures, list) or any(name not in known for name in architectures):
+        raise ConfigError(f"architectures: expected [{known[0]}], got {describe(architectures)}; not supported")
+    return model_type, family
+
+
+def _read_biases(fields: Fields, family: Family) -> tuple[bool, bool]:
+    """Whether attention and MLP have biases. A flag that contradicts what the family always has is refused."""
+    if family.biases == "flags":
+        return fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
+    always = {"attention_bias": family.biases == "qkv", "mlp_bias": False}
+    for name, fixed in always.items():
+        if fields.flag(name, fixed) != fixed:
+            raise ConfigError(
+                f"{name}: expected null or {describe(fixed)} for {family.name}, got {describe(not fixed)}; "
+                "not supported"
+            )
+    return always["attention_bias"], always["mlp_bias"]
+
+
+def _read_layers_without_rope(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    turned = fields.values.get("no_rope_layers")  # which, against its name, is 1 for a layer that has RoPE
+    if turned is None:
+        interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS) or DEFAULT_NO_ROPE_LAYER_INTERVAL
+        return tuple(range(interval - 1, num_layers, interval))
+    if not isinstance(turned, list) or len(turned) != num_layers or any(each not in (0, 1) for each in turned):
+        raise ConfigError(f"no_rope_layers: expected {num_layers} numbers 0 or 1, got {describe(turned)}")
+    return tuple(layer for layer, is_turned in enumerate(turned) if not is_turned)
 
 
 def _derived_head_dim(hidden_size: int, num_q_heads: int) -> int:
@@ -235,82 +254,3 @@ def _read_dtype(fields: Fields) -> torch.dtype | None:
     if dtype is None:
         raise ConfigError(f"{name}: expected one of {', '.join(DTYPES)}, got {describe(text)}; not supported")
     return dtype
-
-
-# Keys of the nested object beside the base and the kind, by kind of RoPE.
-_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-_ROPE_COMMON = ("rope_theta", "rope_type", "type", "original_max_position_embeddings")
-# No effect at these values, whatever the kind.
-_ROPE_NEUTRAL: Mapping[str, float] = {"partial_rotary_factor": 1, "attention_factor": 1, "factor": 1}
-
-
-def _read_rope(fields: Fields, max_position: int) -> RopeConfig:
-    nested = _nested_rope(fields)
-    theta = (nested.number("rope_theta", 1.0) if nested else None) or fields.number("rope_theta", 1.0)
-    theta = theta or DEFAULT_ROPE_THETA
-    if nested is None:
-        return RopeConfig(theta=theta)
-    rope_type = _rope_type(nested)
-    for key, value in nested.values.items():
-        if value is None or key in _ROPE_COMMON or key in _ROPE_KEYS[rope_type] or value == _ROPE_NEUTRAL.get(key):
-            continue
-        raise ConfigError(
-            f"{nested.prefix}{key}: expected no such field beside rope_type {rope_type}, got {describe(value)}; "
-            "not supported"
-        )
-    given: dict[str, float] = {}
-    for key in _ROPE_KEYS[rope_type]:
-        number = nested.number(key)
-        if number is None:
-            raise ConfigError(f"{nested.prefix}{key}: expected a number for rope_type {rope_type}, got no such field")
-        given[key] = number
-    if rope_type != "llama3":
-        return RopeConfig(rope_type, theta, given.get("factor", 1.0))
-    # A top-level original length wins over the nested one, as for transformers.
-    original = fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
-    original = original or nested.integer("original_max_position_embeddings", 1, MAX_POSITIONS) or max_position
-    return RopeConfig(rope_type, theta, given["factor"], given["low_freq_factor"], given["high_freq_factor"], original)
-
-
-def _nested_rope(fields: Fields) -> Fields | None:
-    older, newer = fields.object("rope_scaling"), fields.object("rope_parameters")
-    if older is not None and newer is not None and _settings(older) != _settings(newer):
-        raise ConfigError(
-            f"rope_scaling: expected the same settings as rope_parameters, got {describe(older.values)} beside "
-            f"{describe(newer.values)}; remove the one that is wrong"
-        )
-    nested = newer or older
-    for key, value in nested.values.items() if nested else ():
-        if isinstance(value, dict):
-            raise ConfigError(
-                f"{nested.prefix if nested else ''}{key}: expected one RoPE for all layers, got an object; RoPE by "
-                "layer type is not supported"
-            )
-    return nested
-
-
-def _settings(nested: Fields) -> dict[str, Any]:
-    settings = {key: value for key, value in nested.values.items() if value is not None and key != "rope_theta"}
-    kind = settings.pop("type", "default")
-    settings.setdefault("rope_type", kind)
-    return settings
-
-
-def _rope_type(nested: Fields) -> RopeType:
-    new, old = nested.text("rope_type"), nested.text("type")
-    if new is not None and old is not None and new != old:
-        raise ConfigError(f"{nested.prefix}rope_type: expected the same as {nested.prefix}type {old!r}, got {new!r}")
-    kind = new or old
-    if kind is None:
-        if "factor" in nested:
-            raise ConfigError(f"{nested.prefix}rope_type: expected a type beside a factor, got no such field")
-        kind = "default"
-    for supported in get_args(RopeType):
-        if kind == supported:
-            return supported  # type: ignore[no-any-return]
-    known = ", ".join(get_args(RopeType))
-    raise ConfigError(f"{nested.prefix}rope_type: expected one of {known}, got {describe(kind)}; not supported")

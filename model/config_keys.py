@@ -1,14 +1,14 @@
 """Which keys of a config.json matter, and what becomes of those that are not read.
 
-A Llama config in the wild carries dozens of keys. Some are read; some say nothing about the computation; some would
-change it, and are accepted only at the value that leaves Llama's computation as it is. A key that nobody has listed is
+A config in the wild carries dozens of keys. Some are read; some say nothing about the computation; some would change
+it, and are accepted only at the value that leaves the computation as it is. A key that nobody has listed is
 refused when its name speaks of the computation and its value is not an "off": a wrong answer is worse than an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from monograph.errors import ConfigError
@@ -19,12 +19,12 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# Read by config.py and checked there.
+# Read by config.py, rope_config.py and config_window.py, and checked there.
 READ = _names(
     """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings attention_bias
     mlp_bias rope_theta rope_scaling rope_parameters original_max_position_embeddings torch_dtype dtype bos_token_id
-    eos_token_id"""
+    eos_token_id sliding_window use_sliding_window layer_types max_window_layers"""
 )
 
 # Bookkeeping, training and generation settings: no effect on the logits of a given text.
@@ -33,7 +33,7 @@ HARMLESS = _names(
     decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
     exponential_decay_length_penalty finetuning_task flash_attention forced_bos_token_id forced_eos_token_id
     gradient_checkpointing id2label initializer_range is_decoder is_llama_config keys_to_ignore_at_inference label2id
-    length_penalty max_length max_new_tokens max_sequence_length max_window_layers min_length model_max_length
+    length_penalty max_length max_new_tokens max_sequence_length min_length model_max_length
     name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
     output_hidden_states output_scores pad_token_id pad_vocab_size_multiple pad_vocab_size_multiple_of prefix
     problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
@@ -65,9 +65,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_scaling_factor": (1,),
     "rotary_pct": (1,),
     "text_config": ({},),
+    "use_mrope": (False,),
     "use_rms_norm": (True,),
     "use_rope": (True,),
-    "use_sliding_window": (False,),
     "vision_config": ({},),
 }
 
@@ -83,28 +83,29 @@ SUSPECT = _names(
 _WAY_OUT = {
     "quantization_config": "use the unquantised checkpoint of the same model, or a GGUF file of it",
     "compression_config": "use the unquantised checkpoint of the same model, or a GGUF file of it",
-    "text_config": "this is a multimodal model; only text-only Llama models are supported",
-    "vision_config": "this is a multimodal model; only text-only Llama models are supported",
+    "text_config": "this is a multimodal model; only text-only models are supported",
+    "vision_config": "this is a multimodal model; only text-only models are supported",
 }
 
 
-def check_keys(values: Mapping[str, Any]) -> None:
-    """Refuse every key that would change the computation and is not followed. Raises ConfigError naming it."""
+def check_keys(values: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Refuse every key that would change the computation and is not followed. Raises ConfigError naming it.
+
+    Args:
+        values: The content of a config.json.
+        known: Keys that are read, or have no effect, for the model's family alone.
+    """
     for key, value in values.items():
-        if value is None or key in READ or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
+        if value is None or key in READ or key in known or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
             continue
         if any(part in key for part in HARMLESS_PARTS):
             continue
-        if key == "sliding_window":
-            _check_sliding_window(values)
-        elif key == "layer_types":
-            _check_layer_types(value)
-        elif key in NEUTRAL:
+        if key in NEUTRAL:
             if not any(_same(value, neutral) for neutral in NEUTRAL[key]):
                 raise ConfigError(_refusal(key, value))
         elif _is_suspect(key) and value not in (False, 0, "", [], {}):
             raise ConfigError(
-                f"{key}: expected only keys of Llama, got {describe(value)} under a key that may change the "
+                f"{key}: expected only known keys, got {describe(value)} under a key that may change the "
                 "computation and is not supported; if it has no effect on this model, remove it from the file"
             )
 
@@ -117,20 +118,6 @@ def _refusal(key: str, value: object) -> str:
     return f"{key}: expected {supported}, got {describe(value)}, which is not supported" + (
         f"; {way_out}" if way_out else ""
     )
-
-
-def _check_sliding_window(values: Mapping[str, Any]) -> None:
-    window = values["sliding_window"]
-    if values.get("use_sliding_window") is False or _same(window, 0):
-        return
-    raise ConfigError(f"sliding_window: expected null, got {describe(window)}; sliding windows are not supported")
-
-
-def _check_layer_types(value: object) -> None:
-    kinds = value if isinstance(value, list) else [value]
-    for kind in kinds:
-        if kind != "full_attention":
-            raise ConfigError(f"layer_types: expected only 'full_attention', got {describe(kind)}; not supported")
 
 
 def _same(value: object, neutral: object) -> bool:

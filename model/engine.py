@@ -438,7 +438,7 @@ class Engine:
             raise PromptError(
                 f"prompt of {len(checked):,} tokens leaves no room in max_seq_len {self.capacity.max_seq_len:,}; "
                 f"shorten it, or load with max_seq_len={len(checked) + 256} or more (the model's limit is "
-                f"{self.config.max_position_embeddings:,})"
+                f"{self.config.longest_seq_len:,})"
             )
         return checked
 

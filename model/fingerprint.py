@@ -19,7 +19,7 @@ from monograph.model.layout import Capacity
 from monograph.model.tokenizer import Tokenizer
 
 # Facts of a checkpoint rather than of its arithmetic, spelled otherwise in another file format.
-_NOT_ARITHMETIC = ("dtype", "bos_token_id", "eos_token_ids", "max_position_embeddings")
+_NOT_ARITHMETIC = ("dtype", "bos_token_id", "eos_token_ids", "max_position_embeddings", "sliding_window")
 _DIGESTS = ("weights", "vocabulary")
 
 Fingerprint = Mapping[str, Any]
@@ -27,7 +27,8 @@ Fingerprint = Mapping[str, Any]
 
 def model_fingerprint(config: ModelConfig, capacity: Capacity, arena: Arena, tokenizer: Tokenizer) -> Fingerprint:
     """Configuration, dtype, and digests of all weights and of the vocabulary. Reads every weight: seconds for 16 GB."""
-    facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_ARITHMETIC}
+    all_facts = dataclasses.asdict(config)
+    facts = {name: value for name, value in all_facts.items() if name not in _NOT_ARITHMETIC and value != ()}
     rope = facts.pop("rope")
     facts.update({f"rope {name}": value for name, value in rope.items()})
     facts["dtype"] = str(capacity.dtype).removeprefix("torch.")
@@ -59,8 +60,8 @@ def differences(saved: Fingerprint, here: Fingerprint) -> list[str]:
 
 
 def _weights_digest(arena: Arena) -> str:
-    """A digest over all weight slots, several read at a time. The RoPE table follows from the configuration."""
-    names = [s.name for s in arena.layout.entries if s.lifetime == "weight" and s.name != "rope_table"]
+    """A digest over all weight slots, several read at a time. RoPE tables follow from the configuration."""
+    names = [s.name for s in arena.layout.entries if s.lifetime == "weight" and not s.name.endswith("rope_table")]
     total = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as threads:
         for digest in threads.map(lambda name: arena.fingerprint([name]), names):

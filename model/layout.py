@@ -69,14 +69,18 @@ def check_max_seq_len(config: ModelConfig, max_seq_len: int) -> None:
     """Refuse a capacity that the model cannot use.
 
     Raises:
-        ConfigError: Not an integer from 2 to the model's max_position_embeddings.
+        ConfigError: Not an integer from 2 to the model's max_position_embeddings, or to its sliding_window if that is
+            shorter.
     """
-    longest = config.max_position_embeddings
+    longest = config.longest_seq_len
     if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or not 2 <= max_seq_len <= longest:
-        raise ConfigError(
-            f"max_seq_len: expected an integer from 2 to {longest:,} (the model's max_position_embeddings), "
-            f"got {max_seq_len!r}"
-        )
+        reason = "the model's max_position_embeddings"
+        if longest < config.max_position_embeddings:
+            reason = (
+                f"the model's sliding_window, which is supported as long as it hides nothing, though its "
+                f"max_position_embeddings is {config.max_position_embeddings:,}; pass max_seq_len={longest} or less"
+            )
+        raise ConfigError(f"max_seq_len: expected an integer from 2 to {longest:,} ({reason}), got {max_seq_len!r}")
 
 
 def plan_layout(config: ModelConfig, capacity: Capacity) -> Layout:
@@ -119,7 +123,7 @@ def _weights(config: ModelConfig, capacity: Capacity) -> Iterator[SlotRequest]:
         if config.attention_bias:
             yield weight(f"{layer}.qkv_bias", qkv_rows)
         yield weight(f"{layer}.o", hidden, q_rows)
-        if config.attention_bias:
+        if config.output_bias:
             yield weight(f"{layer}.o_bias", hidden)
         yield weight(f"{layer}.mlp_norm", hidden)
         yield weight(f"{layer}.gate_up", 2 * inter, hidden)
@@ -132,6 +136,8 @@ def _weights(config: ModelConfig, capacity: Capacity) -> Iterator[SlotRequest]:
     if not config.tie_word_embeddings:
         yield weight("lm_head", config.vocab_size, hidden)
     yield weight("rope_table", capacity.max_seq_len, config.head_dim, dtype=torch.float32)
+    if config.layers_without_rope:  # a table that turns by nothing, so that all layers run one kernel
+        yield weight("no_rope_table", capacity.max_seq_len, config.head_dim, dtype=torch.float32)
 
 
 def _state(config: ModelConfig, capacity: Capacity) -> Iterator[SlotRequest]:

@@ -128,16 +128,23 @@ def make_plan(config: ModelConfig, device: torch.device, dtype: torch.dtype, max
     chosen = max_seq_len
     if chosen is None:
         roomy = longest_that_fits(config, dtype, None if free is None else int(free * (1 - HEADROOM)))
-        chosen = roomy or longest or config.max_position_embeddings
-        if LENGTH_STEP < chosen < config.max_position_embeddings:
+        chosen = roomy or longest or config.longest_seq_len
+        if LENGTH_STEP < chosen < config.longest_seq_len:
             chosen -= chosen % LENGTH_STEP
-        if chosen < config.max_position_embeddings and longest:
+        if chosen == config.longest_seq_len < config.max_position_embeddings:
+            logger.warning(
+                "max_seq_len is %s, the model's sliding_window: longer sequences, up to its max_position_embeddings "
+                "%s, need attention to a window, which is not supported",
+                f"{chosen:,}",
+                f"{config.max_position_embeddings:,}",
+            )
+        elif chosen < config.longest_seq_len and longest:
             logger.warning(
                 "max_seq_len is %s, the longest that leaves room on %s (%s free); the model can do %s",
                 f"{chosen:,}",
                 device,
                 _free_text(free),
-                f"{config.max_position_embeddings:,}",
+                f"{config.longest_seq_len:,}",
             )
     capacity = Capacity.for_model(config, chosen, dtype)
     layout = plan_layout(config, capacity)
@@ -155,7 +162,7 @@ def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free: int | None)
     def need(length: int) -> int:
         return plan_layout(config, Capacity.for_model(config, length, dtype)).nbytes
 
-    low, high = 2, config.max_position_embeddings
+    low, high = 2, config.longest_seq_len
     if free is None or need(high) <= free:
         return high
     if need(low) > free:

@@ -157,6 +157,9 @@ class _Builder:
         full = (f"layers.{i}.{name}" for name in names)
         return tuple(self.arena.view(name) if name in self.arena else None for name in full)
 
+    def rope_table(self, i: int) -> str:
+        return "no_rope_table" if i in self.config.layers_without_rope else "rope_table"
+
     def decode(self) -> Iterator[Launch]:
         yield Launch("embed", embed, embed_torch, self.slots("tokens", "position", "halted", "embed", "x"))
         for i in range(self.config.num_layers):
@@ -166,7 +169,7 @@ class _Builder:
                 qkv_torch,
                 self.slots("x")
                 + self.layer(i, "attn_norm", "qkv", "qkv_bias")
-                + self.slots("rope_table", "position", "halted", "q")
+                + self.slots(self.rope_table(i), "position", "halted", "q")
                 + self.layer(i, "k_cache", "v_cache"),
                 self.eps,
             )
@@ -234,7 +237,7 @@ class _Builder:
                 qkv_rows_torch,
                 self.slots("norm_rows")
                 + self.layer(i, "qkv", "qkv_bias")
-                + self.slots("rope_table")
+                + self.slots(self.rope_table(i))
                 + live
                 + self.slots("q_rows")
                 + self.layer(i, "k_cache", "v_cache"),

@@ -64,7 +64,8 @@ class TileKey:
 
 def shape_class(config: ModelConfig) -> str:
     """The sizes of a model that decide about tiles, in a line: models that share them share tiles."""
-    biases = "".join(f"+{name}_bias" for name in ("attention", "mlp") if getattr(config, f"{name}_bias"))
+    attention = "attention" if config.output_bias else "qkv"
+    biases = f"+{attention}_bias" * config.attention_bias + "+mlp_bias" * config.mlp_bias
     return (
         f"hidden{config.hidden_size}-mlp{config.intermediate_size}-heads{config.num_q_heads}/{config.num_kv_heads}"
         f"x{config.head_dim}-vocab{config.vocab_size}{biases}"

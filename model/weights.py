@@ -21,6 +21,7 @@ from monograph.model.checkpoint import (
     Source,
     check_complete,
     layer_name,
+    projections,
 )
 from monograph.model.config import ModelConfig
 from monograph.model.rope import rope_table
@@ -28,6 +29,19 @@ from monograph.model.upload import Progress, Transfer, narrows, upload
 
 # Elements converted, compared or tabulated at a time: what a conversion needs beside slot and tensor.
 _BLOCK_ELEMENTS = 1 << 20
+
+# The slot of a layer that each projection's rows are in.
+_SLOTS = {
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.qkv_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate_up",
+    "mlp.up_proj": "gate_up",
+    "mlp.gate_up_proj": "gate_up",
+    "mlp.down_proj": "down",
+}
 
 
 class Views(Protocol):
@@ -47,22 +61,16 @@ class Placement(NamedTuple):
 
 def placements(config: ModelConfig) -> Iterator[Placement]:
     """Yield the place of every wanted tensor, in the order of the checkpoint."""
-    q_rows, kv_rows = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inter, hidden = config.intermediate_size, config.hidden_size
+    hidden = config.hidden_size
     yield Placement(EMBED, "embed", 0, config.vocab_size)
-    fused = (
-        ("self_attn.q_proj", "qkv", 0, q_rows, config.attention_bias),
-        ("self_attn.k_proj", "qkv", q_rows, kv_rows, config.attention_bias),
-        ("self_attn.v_proj", "qkv", q_rows + kv_rows, kv_rows, config.attention_bias),
-        ("self_attn.o_proj", "o", 0, hidden, config.attention_bias),
-        ("mlp.gate_proj", "gate_up", 0, inter, config.mlp_bias),
-        ("mlp.up_proj", "gate_up", inter, inter, config.mlp_bias),
-        ("mlp.down_proj", "down", 0, hidden, config.mlp_bias),
-    )
     for layer in range(config.num_layers):
         slots = f"layers.{layer}."
         yield Placement(layer_name(layer, "input_layernorm"), f"{slots}attn_norm", 0, hidden)
-        for part, slot, first_row, rows, bias in fused:
+        filled: dict[str, int] = {}
+        for part, rows, _, bias in projections(config):
+            slot = _SLOTS[part]
+            first_row = filled.get(slot, 0)
+            filled[slot] = first_row + rows
             yield Placement(layer_name(layer, part), slots + slot, first_row, rows)
             if bias:
                 yield Placement(layer_name(layer, part, "bias"), f"{slots}{slot}_bias", first_row, rows)
@@ -73,7 +81,7 @@ def placements(config: ModelConfig) -> Iterator[Placement]:
 
 
 def load_weights(source: Source, config: ModelConfig, arena: Views, progress: Progress | None = None) -> None:
-    """Fill every weight slot of an arena, the RoPE table included.
+    """Fill every weight slot of an arena, the RoPE tables included.
 
     Args:
         source: The checkpoint; stays open.
@@ -90,7 +98,7 @@ def load_weights(source: Source, config: ModelConfig, arena: Views, progress: Pr
         _load_to_gpu(source, config, arena, progress)
     else:
         _load_to_host(source, config, arena, progress)
-        _fill_rope_table(config, arena.view("rope_table"))
+        _fill_rope_tables(config, arena)
 
 
 def _load_to_host(source: Source, config: ModelConfig, arena: Views, progress: Progress | None) -> None:
@@ -112,7 +120,7 @@ def _load_to_gpu(source: Source, config: ModelConfig, arena: Views, progress: Pr
     names = source.names()
     transfers = [Transfer(_stored_name(place, names), _rows(arena, place)) for place in placements(config)]
     with ThreadPoolExecutor(1, thread_name_prefix="rope") as side:  # 0.3 s of one core for 131,072 positions
-        table = side.submit(_fill_rope_table, config, arena.view("rope_table"))
+        table = side.submit(_fill_rope_tables, config, arena)
         overflown = upload(source, transfers, progress)
         table.result()
     for name in overflown:
@@ -167,7 +175,12 @@ def _not_tied() -> CheckpointError:
     )
 
 
-def _fill_rope_table(config: ModelConfig, table: torch.Tensor) -> None:
+def _fill_rope_tables(config: ModelConfig, arena: Views) -> None:
+    if config.layers_without_rope:
+        cosines, sines = arena.view("no_rope_table").chunk(2, dim=1)
+        cosines.fill_(1.0)
+        sines.fill_(0.0)
+    table = arena.view("rope_table")
     max_seq_len = table.shape[0]
     for block in _blocks(table.shape):
         table[block].copy_(rope_table(config, min(block.stop, max_seq_len), first=block.start))

@@ -163,10 +163,12 @@ def fused_parameters(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -
         slots[f"{prefix}.mlp_norm"] = tensors[f"{source}.post_attention_layernorm.weight"]
         for slot, block, parts, bias in (
             ("qkv", "self_attn", "q k v", config.attention_bias),
-            ("o", "self_attn", "o", config.attention_bias),
+            ("o", "self_attn", "o", config.output_bias),
             ("gate_up", "mlp", "gate up", config.mlp_bias),
             ("down", "mlp", "down", config.mlp_bias),
         ):
+            parts = parts.replace(" ", "") if parts == "q k v" and config.family.fused else parts
+            parts = parts.replace(" ", "_") if config.family.fused else parts
             slots[f"{prefix}.{slot}"] = cat(layer, block, parts, "weight")
             if bias:
                 slots[f"{prefix}.{slot}_bias"] = cat(layer, block, parts, "bias")
@@ -196,15 +198,17 @@ class WeightSlots:
                 "gate_up": (2 * inter, hidden),
                 "down": (hidden, inter),
             }
-            biased = ("qkv", "o") * config.attention_bias + ("gate_up", "down") * config.mlp_bias
+            biased = ("qkv",) * config.attention_bias + ("o",) * config.output_bias
+            biased += ("gate_up", "down") * config.mlp_bias
             shapes.update({f"layers.{layer}.{name}": shape for name, shape in per_layer.items()})
             shapes.update({f"layers.{layer}.{name}_bias": per_layer[name][:1] for name in biased})
         if not config.tie_word_embeddings:
             shapes["lm_head"] = (config.vocab_size, hidden)
-        shapes["rope_table"] = (max_seq_len, config.head_dim)
+        for table in ("rope_table", "no_rope_table")[: 1 + bool(config.layers_without_rope)]:
+            shapes[table] = (max_seq_len, config.head_dim)
         places, offset = {}, self.GAP
         for name, shape in shapes.items():
-            slot_dtype = torch.float32 if name == "rope_table" else dtype
+            slot_dtype = torch.float32 if name.endswith("rope_table") else dtype
             nbytes = math.prod(shape) * slot_dtype.itemsize
             places[name] = (offset, nbytes, slot_dtype, shape)
             offset += -(-nbytes // self.GAP) * self.GAP + self.GAP

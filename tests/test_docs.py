@@ -14,7 +14,15 @@ from tests import smollm2
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/benchmarks.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/design.md",
+        "docs/benchmarks.md",
+        "docs/models.md",
+    )
 ]
 
 
