@@ -27,12 +27,18 @@ FORMAT = 1
 
 
 def tiles_folder() -> Path:
-    """Where tuned tiles are kept."""
-    own = os.environ.get("MONOGRAPH_CACHE_DIR")
-    if own:
-        return Path(own).expanduser() / "tiles"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
+    """Where tuned tiles are kept.
+
+    Raises:
+        ConfigError: There is no home folder to keep them in, as for a user that the system does not know.
+    """
+    own, shared = os.environ.get("MONOGRAPH_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if own:
+            return Path(own).expanduser() / "tiles"
+        base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ConfigError(f"tuned tiles have no place: {error} Set MONOGRAPH_CACHE_DIR to a folder") from None
     return base / "monograph" / "tiles"
 
 
@@ -40,6 +46,21 @@ def tiles_path(key: TileKey) -> Path:
     """The file for a key."""
     slug = re.sub(r"[^a-z0-9]+", "-", f"{key.gpu} {key.shape} {key.dtype}".lower()).strip("-")
     return tiles_folder() / f"{slug[:96]}-{key.digest}.json"
+
+
+def check_place(key: TileKey) -> None:
+    """Find out whether tiles for a key could be kept, before time is spent on them.
+
+    Raises:
+        ConfigError: They could not.
+    """
+    folder = tiles_path(key).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _cannot_keep(folder, error) from error
 
 
 def keep_tiles(key: TileKey, tiles: Tiles, measured: Mapping[str, Any]) -> Path:
@@ -73,10 +94,7 @@ def keep_tiles(key: TileKey, tiles: Tiles, measured: Mapping[str, Any]) -> Path:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise ConfigError(
-            f"tuned tiles cannot be kept in {path.parent}: {error.strerror or error}; "
-            "set MONOGRAPH_CACHE_DIR to a folder that can be written"
-        ) from error
+        raise _cannot_keep(path.parent, error) from error
     finally:
         if temporary is not None:
             with suppress(OSError):
@@ -94,8 +112,15 @@ def kept_tiles(key: TileKey, multiprocessors: int) -> dict[str, dict[str, int]] 
     Returns:
         By use; None where there are none, or only what cannot be used, which is warned of and left where it is.
     """
-    path = tiles_path(key)
-    if not path.exists():
+    try:
+        path = tiles_path(key)
+    except ConfigError:
+        return None  # no place to keep anything in: a load that did not ask for tuning need not know
+    try:
+        if not path.exists():
+            return None
+    except OSError as error:
+        _ignored(path, error.strerror or str(error))
         return None
     try:
         record = read_json_object(path, ConfigError)
@@ -113,6 +138,13 @@ def kept_tiles(key: TileKey, multiprocessors: int) -> dict[str, dict[str, int]] 
         _ignored(path, found)
         return None
     return {use: dict(tile) for use, tile in record["tiles"].items()}
+
+
+def _cannot_keep(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"tuned tiles cannot be kept in {folder}: {error.strerror or error}; "
+        "set MONOGRAPH_CACHE_DIR to a folder that can be written"
+    )
 
 
 def _ignored(path: Path, reason: str) -> None:

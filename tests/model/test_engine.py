@@ -459,3 +459,17 @@ def test_closing_during_logits_is_said(engine: mg.Engine, monkeypatch: pytest.Mo
     monkeypatch.setattr(engine._decoder, "_beside_passes", close_first)
     with pytest.raises(mg.EngineError, match="closed meanwhile"):
         engine.logits(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": None}, "model: expected a repository's name, a folder or a .gguf file, got None"),
+        ({"model": b"x"}, "model: expected .*, got b'x'"),
+        ({"dtype": None}, "dtype: expected auto, .*, got None"),
+        ({"dtype": 16}, "dtype: expected auto, .*, got 16"),
+    ],
+)
+def test_wrong_arguments_of_a_load_are_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(mg.ConfigError, match=message):
+        mg.load(**{"model": str(write_model(tmp_path)), "device": "cpu", **arguments})
