@@ -109,7 +109,8 @@ class Chat:
             Pieces of the answer's text. The message is part of the history once the answer has begun.
 
         Raises:
-            PromptError: The conversation does not fit, or the template refuses it; nothing was added.
+            PromptError: The conversation does not fit, or the template refuses it; nothing was added. At the first
+                piece: the conversation has changed since this call.
         """
         messages = [*self.messages, {"role": "user", "content": content}]
         return self._answer(messages, max_new_tokens, sampling, stop)
@@ -187,7 +188,8 @@ class Chat:
         """
         starts = turn_starts(self.messages)
         if isinstance(turns, bool) or not isinstance(turns, int) or not 1 <= turns <= len(starts):
-            raise PromptError(f"rewind: expected a number of turns from 1 to {len(starts)}, got {turns!r}")
+            wanted = f"a number of turns from 1 to {len(starts)}" if starts else "a conversation with a turn"
+            raise PromptError(f"rewind: expected {wanted}, got {turns!r}")
         del self.messages[starts[-turns] :]
 
     def branch(self) -> Chat:
@@ -250,9 +252,12 @@ class Chat:
             stop=stop,
             resumed=resumed,
         )
+        asked = list(self.messages)
 
         def pieces() -> Generator[str, None, None]:
             before = list(self.messages)
+            if before != asked:  # to go on would take back what came between
+                raise PromptError("the conversation has changed since this answer was asked for; ask for it again")
             self.messages[:] = turn.messages
             kept = False
             try:

@@ -208,7 +208,9 @@ def resolve_dtype(requested: str | torch.dtype, config: ModelConfig, source: Sou
         if config.dtype is not None:
             return config.dtype
         return torch.float32 if source is None else _stored_dtype(source)
-    known = requested if isinstance(requested, torch.dtype) else _DTYPE_NAMES.get(requested.removeprefix("torch."))
+    known = requested if isinstance(requested, torch.dtype) else None
+    if isinstance(requested, str):
+        known = _DTYPE_NAMES.get(requested.removeprefix("torch."))
     if known not in DTYPES.values():
         raise ConfigError(f"dtype: expected auto, {', '.join(DTYPES)}, got {requested}")
     assert known is not None

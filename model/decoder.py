@@ -119,7 +119,7 @@ class Decoder:
             self.runner,
             self.state,
             ids,
-            reused=min(self.cached_prefix(ids), len(ids) - 1) if reuse else 0,
+            reused=(lambda: min(self.cached_prefix(ids), len(ids) - 1)) if reuse else 0,
             position_limit=position_limit,
             chunk_rows=self.capacity.chunk_rows,
             stop_ids=stop_ids,

@@ -28,6 +28,9 @@ SWITCH = "MONOGRAPH_EARLY"
 # Hashing lets go of the interpreter's lock 800 times and would wait the usual 5 ms for it each time.
 SWITCH_INTERVAL_S = 0.0005
 
+# One beginning at a time: a second would take the first one's settings of the interpreter for the caller's.
+_BEGINNING = threading.Lock()
+
 # What PyTorch loads before its own libraries, in its order: one of an earlier place could otherwise pull in a stranger.
 _CUDA_LIBRARIES = (
     ("cublas", "cublasLt"),
@@ -114,11 +117,11 @@ def beginning(device: object) -> Iterator[Beginning | None]:
         device: As for ``monograph.load``.
 
     Yields:
-        What was begun; None if PyTorch is imported already, or where that is not done: beside Linux, and if it is
-        turned off.
+        What was begun; None if PyTorch is imported already, while another thread is at it, or where that is not done:
+        beside Linux, and if it is turned off.
     """
     folder = _torch_folder()
-    if folder is None:
+    if folder is None or not _BEGINNING.acquire(blocking=False):
         yield None
         return
     collects, interval = gc.isenabled(), sys.getswitchinterval()
@@ -134,6 +137,7 @@ def beginning(device: object) -> Iterator[Beginning | None]:
         sys.setswitchinterval(interval)
         if collects:
             gc.enable()
+        _BEGINNING.release()
 
 
 def gpu_number(device: object) -> int | None:

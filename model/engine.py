@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from monograph.arena import Arena, Layout
-from monograph.errors import ConfigError, EngineError, PromptError
+from monograph.errors import ConfigError, EngineError, MonographError, PromptError
 from monograph.model.chat import Chat, ChatState
 from monograph.model.checkpoint import Source, check_complete
 from monograph.model.config import ModelConfig
 from monograph.model.decoder import Decoder
 from monograph.model.fingerprint import Fingerprint, machine_fingerprint, model_fingerprint
-from monograph.model.generate import Answer, Completion, Stats
+from monograph.model.generate import Answer, Completion, Stats, check_max_new_tokens
 from monograph.model.generation_config import GenerationDefaults, merged_eos_token_ids
 from monograph.model.layout import MAX_STOP_IDS, Capacity
 from monograph.model.load_stats import LoadStats
 from monograph.model.open import OpenModel, open_model
 from monograph.model.plan import Plan, choose_device, choose_dtype, make_plan
 from monograph.model.prepare import Prepared, starting
-from monograph.model.sampling import Sampling
-from monograph.model.session import read_session, write_session
+from monograph.model.sampling import Sampling, check_sampling
+from monograph.model.session import read_session, session_path, write_session
 from monograph.model.stream import Stream, collect
-from monograph.model.text_stream import TextStream
-from monograph.model.tiles import ChosenTiles, Tune, check_tune, choose_tiles
+from monograph.model.text_stream import TextStream, checked_stop
+from monograph.model.tiles import ChosenTiles, Tune, check_tune, choose_tiles, current_tiles
 from monograph.model.tokenizer import Tokenizer
 from monograph.model.turn import OnFull
 from monograph.model.upload import Progress
@@ -199,11 +199,12 @@ class Engine:
         """
         self._check_open()
         ids = self._checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        check_sampling(sampling)
         settings = (sampling or Sampling()).resolve(self.defaults.sampling())
         settings.check_vocabulary(self.config.vocab_size)
         if isinstance(answered, bool) or not isinstance(answered, int) or not 0 <= answered < len(ids):
             raise ConfigError(f"answered: expected an integer from 0 to {len(ids) - 1}, got {answered!r}")
-        text = TextStream(self.tokenizer, [*stop, *self.defaults.stop_strings])
+        text = TextStream(self.tokenizer, [*checked_stop(stop), *self.defaults.stop_strings])
         text.push(ids[len(ids) - answered :])
         if text.stopped:
             raise PromptError(f"answered: that answer has ended, with the stop string {text.stop_string!r}")
@@ -235,17 +236,19 @@ class Engine:
 
         Raises:
             CheckpointError: It is damaged, or not such a file.
-            ConfigError: It was written with another model; says what differs.
+            ConfigError: It was written with another model; says what differs. Or ``path`` is none.
             CapacityError: Its rows do not fit in ``max_seq_len``.
             EngineError: Closed, or busy with an answer.
         """
+        file = session_path(path)
         with self._held():
-            return read_session(Path(path), self, self._decoder, self.fingerprint, self._machine())
+            return read_session(file, self, self._decoder, self.fingerprint, self._machine())
 
     def save_chat(self, state: ChatState, path: str | Path) -> None:
         """What ``chat.save`` does."""
+        file = session_path(path)
         with self._held():
-            write_session(Path(path), state, self._decoder, self.fingerprint, self._machine())
+            write_session(file, state, self._decoder, self.fingerprint, self._machine())
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -256,7 +259,8 @@ class Engine:
         return model_fingerprint(self.config, self.capacity, self.arena, self.tokenizer)
 
     def _machine(self) -> Fingerprint:
-        return machine_fingerprint(self.capacity, self.device)
+        tiles = current_tiles(self._decoder.program) if self.device.type == "cuda" else {}
+        return machine_fingerprint(self.capacity, self.device, tiles)
 
     def logits(self, ids: Sequence[int], *, through: Literal["prefill", "decode"] = "prefill") -> torch.Tensor:
         """Teacher-forced logits.
@@ -407,6 +411,10 @@ class Engine:
         self._enter()
         try:
             yield
+        except Exception as error:
+            if self._closed and not isinstance(error, MonographError):  # by another thread, in the middle of the work
+                raise EngineError("this engine was closed meanwhile; load the model again") from error
+            raise
         finally:
             self._busy.release()
 
@@ -422,6 +430,8 @@ class Engine:
         return self._checked_ids(ids, spare=0)
 
     def _checked_ids(self, ids: Sequence[int], spare: int = 1) -> list[int]:
+        if isinstance(ids, bytes | bytearray) or not isinstance(ids, Iterable):  # bytes would pass for ids
+            raise PromptError(f"prompt: expected text or token ids, got {type(ids).__name__}")
         vocab_size = self.config.vocab_size
         checked: list[int] = []
         for i, token_id in enumerate(ids):
@@ -443,12 +453,11 @@ class Engine:
         return checked
 
     def _position_limit(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        check_max_new_tokens(max_new_tokens)
         if max_new_tokens is None:
             max_new_tokens = self.defaults.max_new_tokens
         if max_new_tokens is None:
             return self.capacity.max_seq_len
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens: expected an integer of at least 1, got {max_new_tokens!r}")
         return min(prompt_tokens + max_new_tokens, self.capacity.max_seq_len)
 
     def _stop_ids(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from monograph.arena import Arena
 from monograph.kernels.triton_import import triton
 from monograph.model.config import ModelConfig
 from monograph.model.layout import Capacity
+from monograph.model.tile_space import Tile, Tiles
 from monograph.model.tokenizer import Tokenizer
 
 # Facts of a checkpoint rather than of its arithmetic, spelled otherwise in another file format.
@@ -39,8 +40,15 @@ def model_fingerprint(config: ModelConfig, capacity: Capacity, arena: Arena, tok
     return plain
 
 
-def machine_fingerprint(capacity: Capacity, device: torch.device) -> Fingerprint:
-    """What rounding depends on beside the model: the same on both sides, and the same bits come out."""
+def machine_fingerprint(capacity: Capacity, device: torch.device, tiles: Tiles) -> Fingerprint:
+    """What rounding depends on beside the model: the same on both sides, and the same bits come out.
+
+    Args:
+        capacity: What the arena was planned for.
+        device: Where it is.
+        tiles: Of the decode kernels by use, as they are launched, not as they came to be chosen: a tuning that found
+            the defaults changes no bit. Empty on a CPU.
+    """
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -48,6 +56,7 @@ def machine_fingerprint(capacity: Capacity, device: torch.device) -> Fingerprint
         "triton": getattr(triton, "__version__", None) if on_gpu else None,
         "chunk_rows": capacity.chunk_rows,
         "num_splits": capacity.num_splits,
+        **{f"tile of {use}": _in_words(tile) for use, tile in tiles.items()},
     }
 
 
@@ -57,6 +66,11 @@ def differences(saved: Fingerprint, here: Fingerprint) -> list[str]:
     return [
         name if name in _DIGESTS else f"{name} ({saved.get(name)!r} there, {here.get(name)!r} here)" for name in names
     ]
+
+
+def _in_words(tile: Tile) -> str:
+    """A tile without its trigger, which decides when the next kernel may begin and no bit."""
+    return ", ".join(f"{key} {value}" for key, value in sorted(tile.items()) if key != "trigger")
 
 
 def _weights_digest(arena: Arena) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from monograph.errors import ConfigError
 from monograph.model.runner import Runner
 from monograph.model.sampling import Sampling
 from monograph.model.state import StepState
@@ -80,7 +81,8 @@ class Answer:
         runner: Runs the passes.
         state: The step state they read.
         ids: The prompt, at least one token.
-        reused: Its first tokens that the KV cache holds already; fewer than ``len(ids)``.
+        reused: Its first tokens that the KV cache holds already, fewer than ``len(ids)``; or what tells their number,
+            asked when the answer starts: another one may have used the cache by then.
         position_limit: Prompt and answer together end here.
         chunk_rows: Prompt tokens of one prefill pass.
         stop_ids: Token ids that end the answer.
@@ -99,17 +101,19 @@ class Answer:
         state: StepState,
         ids: list[int],
         *,
-        reused: int,
+        reused: int | Callable[[], int],
         position_limit: int,
         chunk_rows: int,
         stop_ids: Sequence[int],
         sampling: Sampling,
         answered: int = 0,
     ) -> None:
-        assert 0 <= reused < len(ids) < position_limit, (reused, len(ids), position_limit)
+        assert 0 < len(ids) < position_limit, (len(ids), position_limit)
         assert 0 <= answered < len(ids), (answered, len(ids))
         self._runner, self._state = runner, state
-        self._ids, self._reused, self._sampling = ids, reused, sampling
+        self._ids, self._sampling = ids, sampling
+        self._ask_reused = reused if callable(reused) else lambda: reused
+        self._reused = 0
         self._position_limit, self._chunk_rows, self._stop_ids = position_limit, chunk_rows, tuple(stop_ids)
         self._answered = answered
         self.token_ids: list[int] = []
@@ -126,6 +130,8 @@ class Answer:
             NumericsError: A logit was not finite.
         """
         self._started = time.perf_counter()
+        self._reused = self._ask_reused()
+        assert 0 <= self._reused < len(self._ids), (self._reused, len(self._ids))
         try:
             with self._runner.context():
                 self._state.begin(
@@ -184,6 +190,16 @@ class Answer:
             decode_ms=(self._last - self._first) * 1e3,
             sampling=self._sampling,
         )
+
+
+def check_max_new_tokens(value: object) -> None:
+    """Refuse what ``max_new_tokens`` cannot be.
+
+    Raises:
+        ConfigError: Neither None nor an integer of at least 1.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"max_new_tokens: expected an integer of at least 1, got {value!r}")
 
 
 class _RunAhead:

@@ -80,6 +80,8 @@ def resolve(
         HubError: The Hub did not supply the files; the message names the case and the way out.
         CheckpointError: Files are absent, or are none of a model that can be read.
     """
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"model: expected a repository's name, a folder or a .gguf file, got {model!r}")
     path = Path(model).expanduser()
     if path.is_dir():
         files = _local_folder(path)

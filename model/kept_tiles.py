@@ -28,9 +28,37 @@ FORMAT = 1
 
 
 def tiles_path(key: TileKey) -> Path:
-    """The file for a key."""
+    """The file for a key.
+
+    Raises:
+        ConfigError: There is no home folder to keep it in, as for a user that the system does not know.
+    """
+    try:
+        folder = tiles_folder()
+        known = folder.parts[:1] != ("~",)
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ConfigError(
+            "tuned tiles have no place: the home folder is not known; set MONOGRAPH_CACHE_DIR to a folder"
+        )
     slug = re.sub(r"[^a-z0-9]+", "-", f"{key.gpu} {key.shape} {key.dtype}".lower()).strip("-")
-    return tiles_folder() / f"{slug[:96]}-{key.digest}.json"
+    return folder / f"{slug[:96]}-{key.digest}.json"
+
+
+def check_place(key: TileKey) -> None:
+    """Find out whether tiles for a key could be kept, before time is spent on them.
+
+    Raises:
+        ConfigError: They could not.
+    """
+    folder = tiles_path(key).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _cannot_keep(folder, error) from error
 
 
 def keep_tiles(key: TileKey, tiles: Tiles, measured: Mapping[str, Any]) -> Path:
@@ -64,10 +92,7 @@ def keep_tiles(key: TileKey, tiles: Tiles, measured: Mapping[str, Any]) -> Path:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise ConfigError(
-            f"tuned tiles cannot be kept in {path.parent}: {error.strerror or error}; "
-            "set MONOGRAPH_CACHE_DIR to a folder that can be written"
-        ) from error
+        raise _cannot_keep(path.parent, error) from error
     finally:
         if temporary is not None:
             with suppress(OSError):
@@ -85,8 +110,15 @@ def kept_tiles(key: TileKey, multiprocessors: int) -> dict[str, dict[str, int]] 
     Returns:
         By use; None where there are none, or only what cannot be used, which is warned of and left where it is.
     """
-    path = tiles_path(key)
-    if not path.exists():
+    try:
+        path = tiles_path(key)
+    except ConfigError:
+        return None  # no place to keep anything in: a load that did not ask for tuning need not know
+    try:
+        if not path.exists():
+            return None
+    except OSError as error:
+        _ignored(path, error.strerror or str(error))
         return None
     try:
         record = read_json_object(path, ConfigError)
@@ -104,6 +136,13 @@ def kept_tiles(key: TileKey, multiprocessors: int) -> dict[str, dict[str, int]] 
         _ignored(path, found)
         return None
     return {use: dict(tile) for use, tile in record["tiles"].items()}
+
+
+def _cannot_keep(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"tuned tiles cannot be kept in {folder}: {error.strerror or error}; "
+        "set MONOGRAPH_CACHE_DIR to a folder that can be written"
+    )
 
 
 def _ignored(path: Path, reason: str) -> None:

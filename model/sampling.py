@@ -65,6 +65,10 @@ class Sampling:
         _check_int("seed", self.seed, low=0, high=SEED_LIMIT)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        for name in _FLOATS:  # numbers of other kinds, NumPy's for one, become plain ones, which a file can hold
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, float(value))
 
     def resolve(self, defaults: Mapping[str, Any]) -> Sampling:
         """The effective settings: what was said here, else ``defaults`` (field -> value), else the built-in value.
@@ -106,6 +110,7 @@ class Sampling:
         return repetition or bool(self.presence_penalty) or bool(self.frequency_penalty)
 
 
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _BUILT_IN: dict[str, float | int] = {
     "temperature": 0.0,
     "top_k": 0,
@@ -115,6 +120,17 @@ _BUILT_IN: dict[str, float | int] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+
+
+def check_sampling(sampling: object) -> None:
+    """Refuse settings of another kind.
+
+    Raises:
+        ConfigError: Neither None nor a Sampling.
+    """
+    if sampling is not None and not isinstance(sampling, Sampling):
+        way_out = "; write Sampling(**...)" if isinstance(sampling, Mapping) else ""
+        raise ConfigError(f"sampling: expected a Sampling, got {type(sampling).__name__}{way_out}")
 
 
 def _check_float(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from monograph.errors import CapacityError, CheckpointError, ConfigError, PromptError
+from monograph.errors import CapacityError, CheckpointError, ConfigError, MonographError, PromptError
 from monograph.model.chat import Chat, ChatState
 from monograph.model.decoder import Decoder
 from monograph.model.fingerprint import Fingerprint, differences
@@ -23,6 +25,17 @@ if TYPE_CHECKING:
     from monograph.model.engine import Engine
 
 logger = logging.getLogger("monograph")
+
+
+def session_path(path: str | Path) -> Path:
+    """The file of a conversation.
+
+    Raises:
+        ConfigError: No file has such a name.
+    """
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path) or not str(path):
+        raise ConfigError(f"path: expected the name of a file, got {path!r}")
+    return Path(path)
 
 
 def write_session(path: Path, state: ChatState, decoder: Decoder, model: Fingerprint, machine: Fingerprint) -> None:
@@ -67,9 +80,10 @@ def write_session(path: Path, state: ChatState, decoder: Decoder, model: Fingerp
     if rows:
         entries += [_rows_entry(decoder, name, rows) for name in _cache_names(decoder)]
     try:
-        write(path, session, entries)
+        json.dumps(state.messages)
     except (TypeError, ValueError) as error:
         raise PromptError(f"messages: what they hold cannot be saved: {error}") from error
+    write(path, session, entries)
 
 
 def read_session(path: Path, engine: Engine, decoder: Decoder, model: Fingerprint, machine: Fingerprint) -> Chat:
@@ -97,12 +111,12 @@ def read_session(path: Path, engine: Engine, decoder: Decoder, model: Fingerprin
         tokens: list[int] = file.read("tokens").tolist()
         ids: list[int] = [*tokens, *file.read("pending").tolist()]
         state = _state(file.session, ids)
+        changed = differences(file.session["machine"], machine)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, MonographError):
             raise
         raise CheckpointError(f"{path}: holds what this version does not understand: {error!r}") from error
     _check_content(file, state, len(tokens), decoder)
-    changed = differences(file.session["machine"], machine)
     if changed:
         logger.warning("%s: last bits may differ from those of going on there: %s", path, ", ".join(changed))
     decoder.remember(())

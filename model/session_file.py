@@ -67,6 +67,8 @@ def write(path: Path, session: dict[str, Any], entries: Iterable[Entry]) -> None
     path = Path(os.path.realpath(path))
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():  # a device or a pipe, /dev/null for one: a file would take its place
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
     entries = list(entries)
     header = _header(session, entries)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -81,9 +83,14 @@ def write(path: Path, session: dict[str, Any], entries: Iterable[Entry]) -> None
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
+        if isinstance(error, OSError) and error.filename is not None:
+            error.filename, error.filename2 = (
+                str(path),
+                None,
+            )  # the name that was given, not that of the unfinished file
         raise
     _sync_folder(path.parent)
 

@@ -24,7 +24,7 @@ from monograph.kernels.tile import multiprocessors
 from monograph.kernels.triton_import import triton
 from monograph.model.decoder import Decoder
 from monograph.model.graph import GraphRunner
-from monograph.model.kept_tiles import keep_tiles
+from monograph.model.kept_tiles import check_place, keep_tiles
 from monograph.model.prepare import num_threads
 from monograph.model.program import Launch, with_tiles
 from monograph.model.sampling import Sampling
@@ -89,8 +89,9 @@ def tune_and_keep(
         What was found, and the tiles that the decoder has now.
 
     Raises:
-        ConfigError: The outcome cannot be written.
+        ConfigError: The outcome cannot be written; said before anything is tuned.
     """
+    check_place(TileKey.of(decoder.config, decoder.capacity.dtype, decoder.arena.device))
     found = tune_decoder(decoder, seconds, report)
     return found, ChosenTiles(found.tiles, "tuned", str(keep_tuned(decoder, found)))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from monograph.errors import PromptError
-from monograph.model.generate import Completion, FinishReason
+from monograph.model.generate import Completion, FinishReason, check_max_new_tokens
 from monograph.model.sampling import Sampling
 from monograph.model.transcript import Transcript
 
@@ -113,7 +113,8 @@ class Turn:
         self.trims: list[Trim] = []
         self.began = False
         self._answer_ids = [] if resumed is None else list(resumed.answer_ids)
-        self._shown = 0 if resumed is None else len(resumed.text)  # characters of the answer
+        self._shown = "" if resumed is None else resumed.text  # of the answer
+        check_max_new_tokens(max_new_tokens)
         if self._trims_allowed:
             limit = engine.capacity.max_seq_len
             room = min(limit if max_new_tokens is None else max_new_tokens, int(limit * ROOM))
@@ -163,14 +164,17 @@ class Turn:
         )
 
     def _read(self, stream: Stream) -> Iterator[str]:
-        unsaid = self._shown - len(stream.completion.text)  # of what comes, characters that were shown before
+        # Of what comes, text that was shown before. It may come otherwise: half a character was shown as a replacement
+        # character, or several, and is whole now.
+        unsaid = self._shown[len(stream.completion.text) :]
         with stream:
             for chunk in stream:
                 self.began = True
-                text = chunk.text[max(0, unsaid) :]
-                unsaid -= len(chunk.text)
+                said = _num_shared(unsaid, chunk.text)
+                text = chunk.text[said:]
+                unsaid = "" if text else unsaid[said:]
                 if text:
-                    self._shown += len(text)
+                    self._shown += text
                     yield text
 
     def _stream(self, max_new_tokens: int | None) -> Stream:
@@ -240,4 +244,12 @@ class Turn:
 
 def turn_starts(messages: Sequence[Message]) -> list[int]:
     """Where the turns of a conversation begin: at its user messages."""
-    return [i for i, message in enumerate(messages) if message["role"] == "user"]
+    # A message that is none is for the template to refuse, which names it.
+    return [i for i, message in enumerate(messages) if isinstance(message, Mapping) and message.get("role") == "user"]
+
+
+def _num_shared(left: str, right: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next(
+        (i for i, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), min(len(left), len(right))
+    )

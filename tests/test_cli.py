@@ -518,6 +518,52 @@ def test_chat_saves_and_goes_on(
         assert caught.value.code == 2
 
 
+def test_what_was_said_is_saved_when_the_answer_is_cut(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By Ctrl-C, and by a reader who leaves."""
+    pipe_in(monkeypatch, b"interrupt")
+    assert main(["chat", "m", "--save", str(tmp_path / "f")]) == 130
+    assert [m["content"] for m in json.loads((tmp_path / "f").read_text())] == ["interrupt", "half an "]
+    reader, writer = os.pipe()
+    command = [sys.executable, str(ROOT / "tests" / "fake_engine.py"), "chat", "m", "--save", str(tmp_path / "g")]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=writer) as process:
+        os.close(writer)
+        assert process.stdin is not None
+        process.stdin.write(b"never")
+        process.stdin.close()
+        assert os.read(reader, 1)
+        os.close(reader)
+        assert process.wait(60) == 0
+    said = json.loads((tmp_path / "g").read_text())
+    assert said[1]["content"].startswith("0 1 ")
+
+
+def test_a_place_that_cannot_be_saved_to_is_refused_first(
+    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in (
+        (tmp_path / "missing" / "f", "there is no folder"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "pipe", "is no regular file"),
+        ("", "expected the name of a file"),
+    ):
+        assert main(["chat", "m", "--save", str(path)]) == 1
+        assert f"{path}: {message}" in capsys.readouterr().err
+    assert not engines
+
+
+@pytest.mark.parametrize("closed", ["1", "2"])
+def test_closed_output_is_no_fault(closed: str, tmp_path: Path) -> None:
+    """As with >&- in a shell: nothing is shown, and complaints do not turn up among the output."""
+    command = f"{sys.executable} {ROOT / 'tests' / 'fake_engine.py'} chat m --stats --save {tmp_path / 'f'} {closed}>&-"
+    result = subprocess.run(command, shell=True, env=ENVIRONMENT, input=b"hi", capture_output=True, timeout=60)
+    assert (result.returncode, b"Traceback" in result.stderr) == (0, False)
+    assert result.stdout == (b"" if closed == "1" else b"You said: hi.\n")
+    assert (tmp_path / "f").exists()
+
+
 def test_trim_is_announced_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

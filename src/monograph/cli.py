@@ -68,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has had enough, as `| head -1` has: nothing to complain of, and nothing more to write.
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.dup2(nowhere, sys.stderr.fileno())
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                os.dup2(nowhere, stream.fileno())
         return 0
 
 
@@ -271,10 +272,12 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from monograph.chat.commands import Prompt, save
+    from monograph.chat.commands import Prompt, check_place, save
 
     if args.load is not None and args.system is not None:
         _usage_error("--system begins a conversation, and --load goes on with one that has begun")
+    if args.save is not None:
+        check_place(args.save)
     message = None if sys.stdin is not None and sys.stdin.isatty() else _read_stdin()
     options = {**_answer_options(args), "sampling": _sampling(args)}
     with _load(args) as engine:
@@ -289,13 +292,18 @@ def _chat(args: argparse.Namespace) -> int:
         chat = engine.chat(args.system, on_full=args.on_full) if args.load is None else load(args.load)
         prompt = Prompt(chat, options, load)
         status = 0
-        if message is None:
-            status = converse(prompt, stats=args.stats)
-        else:
-            with contextlib.closing(chat.send(message, **options)) as pieces:
-                show(pieces)
-            if args.stats and chat.completion is not None:
-                show_stats(chat.completion.stats)
+        try:
+            if message is None:
+                status = converse(prompt, stats=args.stats)
+            else:
+                with contextlib.closing(chat.send(message, **options)) as pieces:
+                    show(pieces)
+                if args.stats and chat.completion is not None:
+                    show_stats(chat.completion.stats)
+        except (KeyboardInterrupt, BrokenPipeError):  # what was said until then stays in the conversation
+            if args.save is not None:
+                save(prompt.chat, args.save)
+            raise
         if args.save is not None:
             save(prompt.chat, args.save)
     return status
@@ -502,7 +510,13 @@ def _text(text: str) -> str:
 
 @contextlib.contextmanager
 def _plain_output() -> Iterator[None]:
-    """Warnings as one line; characters that the terminal's encoding lacks as '?', not as a crash in mid-answer."""
+    """Warnings as one line; characters that the terminal's encoding lacks as '?', not as a crash in mid-answer.
+
+    A stream that the caller has closed takes what is written, as /dev/null does.
+    """
+    before = sys.stdout, sys.stderr
+    nowhere = Path(os.devnull).open("w", encoding="utf-8") if None in before else None  # noqa: SIM115  # closed below
+    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     logger, handler = logging.getLogger("monograph"), _WarningLines(logging.WARNING)
@@ -513,6 +527,9 @@ def _plain_output() -> Iterator[None]:
             yield
     finally:
         logger.removeHandler(handler)
+        if nowhere is not None:
+            sys.stdout, sys.stderr = before
+            nowhere.close()
 
 
 class _TuneLines:

@@ -111,3 +111,33 @@ def test_settings_reach_the_answer(engine: mg.Engine) -> None:
     stop = engine.tokenizer.decode([40, 40, 40])
     assert "".join(chat.send("hi", sampling=mg.Sampling(logit_bias={40: 1e4}), stop=[stop])) == ""
     assert chat.messages[-1] == {"role": "assistant", "content": ""}
+
+
+def test_an_answer_asked_for_before_another_takes_nothing_back(engine: mg.Engine) -> None:
+    chat = engine.chat()
+    first, second = chat.send("one", max_new_tokens=4), chat.send("two", max_new_tokens=4)
+    list(first)
+    before = list(chat.messages)
+    with pytest.raises(mg.PromptError, match="has changed since this answer was asked for"):
+        next(second)
+    assert chat.messages == before
+    under_way = chat.send("three", max_new_tokens=4)
+    next(under_way)
+    third = chat.send("four", max_new_tokens=4)
+    list(under_way)
+    with pytest.raises(mg.PromptError, match="has changed"):
+        next(third)
+    assert [message["content"] for message in chat.messages[::2]] == ["one", "three"]
+
+
+def test_wrong_arguments_are_named(engine: mg.Engine) -> None:
+    with pytest.raises(mg.PromptError, match="rewind: expected a conversation with a turn, got 1"):
+        engine.chat().rewind()
+    trimmed = engine.chat(on_full="trim")
+    with pytest.raises(mg.ConfigError, match="max_new_tokens: expected an integer of at least 1, got '3'"):
+        trimmed.send("x", max_new_tokens="3")  # type: ignore[arg-type]
+    chat = engine.chat()
+    chat.messages += [{"role": "user", "content": "x"}, {"content": "no role"}]
+    assert chat.num_turns == 1
+    with pytest.raises(mg.PromptError, match=r"messages\[1\]\.role: missing"):
+        chat.send("y")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
 
 import monograph as mg
 from tests import session_process
 from tests.checkpoints import tiny_config, tiny_ids
-from tests.engines import tiny_engine
+from tests.engines import tiny_engine, write_model
+from tests.model.tiny_tokenizers import byte_level, sentencepiece
 
 # fp32: rows that decode steps wrote against rows of prefill.
 RELATIVE_ERROR = 2e-5
@@ -193,6 +196,32 @@ def test_resuming_across_a_stop_string(engine: mg.Engine) -> None:
     first = say(plain, "x", 4)
     rest = "".join(plain.resume(max_new_tokens=4))
     assert plain.messages[-1]["content"] == first + rest == say(engine.chat(), "x", 8)
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+def test_a_character_that_was_cut_is_shown_whole(kind: Callable[[], Backend], tmp_path: Path) -> None:
+    """Its first bytes were shown as one replacement character, or as one each; nothing behind it is lost."""
+    backend = kind()
+    spelled = [backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
+    if None in spelled:
+        spelled = list("😀".encode())
+    config = tiny_config(vocab_size=backend.get_vocab_size(with_added_tokens=True), max_position_embeddings=256)
+    write_model(tmp_path, config)
+    backend.save(str(tmp_path / "tokenizer.json"))
+
+    def forced(token_id: int | None) -> dict[str, Any]:
+        assert token_id is not None
+        return {"max_new_tokens": 1, "sampling": mg.Sampling(temperature=0.0, logit_bias={token_id: 1e4})}
+
+    with mg.load(str(tmp_path), device="cpu") as engine:
+        chat = engine.chat()
+        assert "".join(chat.send("hi", **forced(spelled[0]))) == "\ufffd"
+        for byte in spelled[1:3]:
+            list(chat.resume(**forced(byte)))
+        assert set(chat.messages[-1]["content"]) == {"\ufffd"}
+        assert "".join(chat.resume(**forced(spelled[3]))) == "😀"
+        assert "".join(chat.resume(**forced(backend.token_to_id("a")))) == "a"
+        assert chat.messages[-1]["content"] == "😀a"
 
 
 def test_penalties_count_what_is_left_after_going_back(engine: mg.Engine) -> None:

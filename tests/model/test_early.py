@@ -213,3 +213,16 @@ def test_the_door_has_the_arguments_of_the_house() -> None:
     outer, inner = inspect.signature(load.load).parameters, inspect.signature(load_engine).parameters
     assert [*outer, "tokenizer", "started"] == list(inner)
     assert all(outer[name].annotation == inner[name].annotation for name in outer)
+
+
+def test_two_loads_at_once_leave_the_interpreter_as_it_was() -> None:
+    """Before PyTorch is imported: the second does not take the first one's settings for the caller's."""
+    code = (
+        "import gc, json, sys, monograph.model.early as early\n"
+        "interval = sys.getswitchinterval()\n"
+        "first, second = early.beginning('cpu'), early.beginning('cpu')\n"
+        "begun = [first.__enter__() is not None, second.__enter__() is not None]\n"
+        "first.__exit__(None, None, None), second.__exit__(None, None, None)\n"
+        "print(json.dumps([begun, sys.getswitchinterval() == interval, gc.isenabled()]))\n"
+    )
+    assert process(code) == [[True, False], True, True]

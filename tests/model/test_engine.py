@@ -419,3 +419,57 @@ def test_b09_a_large_residual_is_no_fault_of_ours(tmp_path: Path) -> None:
         assert wide.arena.view("x_rows").abs().max() > 7e4
         assert torch.isfinite(got).all()
         assert (got - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+def test_reuse_is_of_the_cache_at_the_start(engine: mg.Engine) -> None:
+    """Not of the cache when the stream was made: another answer may have used it in between."""
+    cold = engine.generate([*PROMPT, 9], 8)
+    engine.generate(PROMPT, 1)
+    stream = engine.stream([*PROMPT, 9], 8, reuse=True)
+    engine.generate([50, *PROMPT], 8)
+    list(stream)
+    assert stream.completion.token_ids == cold.token_ids
+    assert stream.completion.stats.reused_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": None}, "prompt: expected text or token ids, got NoneType"),
+        ({"prompt": b"abc"}, "prompt: expected text or token ids, got bytes"),
+        ({"stop": "END"}, "stop: expected a list of strings, got the string 'END'"),
+        ({"stop": None}, "stop: expected a list of strings, got NoneType"),
+        ({"sampling": {"temperature": 0}}, "sampling: expected a Sampling, got dict; write Sampling"),
+        ({"sampling": 0.7}, "sampling: expected a Sampling, got float"),
+    ],
+)
+def test_wrong_arguments_are_named(engine: mg.Engine, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(mg.MonographError, match=message):
+        engine.stream(**{"prompt": PROMPT, **arguments})
+
+
+def test_closing_during_logits_is_said(engine: mg.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread may do."""
+    work = engine._decoder._beside_passes
+
+    def close_first(step: Any) -> Any:
+        engine.close()
+        return work(step)
+
+    monkeypatch.setattr(engine._decoder, "_beside_passes", close_first)
+    with pytest.raises(mg.EngineError, match="closed meanwhile"):
+        engine.logits(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": None}, "model: expected a repository's name, a folder or a .gguf file, got None"),
+        ({"model": b"x"}, "model: expected .*, got b'x'"),
+        ({"dtype": None}, "dtype: expected auto, .*, got None"),
+        ({"dtype": 16}, "dtype: expected auto, .*, got 16"),
+    ],
+)
+def test_wrong_arguments_of_a_load_are_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(mg.ConfigError, match=message):
+        mg.load(**{"model": str(write_model(tmp_path)), "device": "cpu", **arguments})

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,6 +20,8 @@ from safetensors.torch import load_file
 
 import monograph as mg
 from monograph.model import session_file
+from monograph.model.fingerprint import machine_fingerprint
+from monograph.model.tiles import current_tiles
 from tests import session_process
 from tests.checkpoints import tiny_config, tiny_tensors
 from tests.engines import tiny_engine, write_model
@@ -272,6 +277,67 @@ def test_a_save_that_fails_leaves_the_old_file(
     with pytest.raises(mg.PromptError, match="cannot be saved"):
         chat.save(path)
     assert path.read_bytes() == before
+
+
+def test_a_failed_save_names_the_file_that_was_asked_for(engine: mg.Engine, tmp_path: Path) -> None:
+    chat = talk(engine, 1)
+    with pytest.raises(FileNotFoundError) as caught:
+        chat.save(tmp_path / "missing" / "f")
+    assert caught.value.filename == str(tmp_path / "missing" / "f")
+    for path in (None, 3, "", "a\0b"):
+        for use in (chat.save, engine.load_chat):
+            with pytest.raises(mg.ConfigError, match="path: expected the name of a file, got"):
+                use(path)  # type: ignore[arg-type]
+
+
+def test_a_pipe_or_device_is_not_replaced_by_a_file(engine: mg.Engine, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is no regular file"):
+        talk(engine, 1).save(tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert [file.name for file in tmp_path.iterdir() if file.name != "model"] == ["pipe"]
+
+
+def test_settings_of_other_number_types_are_saved(engine: mg.Engine, tmp_path: Path) -> None:
+    chat = talk(engine, 1, mg.Sampling(temperature=np.float32(0.5), top_p=Fraction(1, 2), seed=1))  # type: ignore[arg-type]
+    chat.save(tmp_path / "f")
+    list(engine.load_chat(tmp_path / "f").resume(max_new_tokens=1))
+
+
+def test_other_tiles_are_said(
+    engine: mg.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They decide last bits. Those that are launched count: neither when a kernel triggers, nor who chose its tile."""
+
+    def launched(**tiles: dict[str, int]) -> None:
+        machine = machine_fingerprint(engine.capacity, engine.device, tiles)
+        monkeypatch.setattr(engine, "_machine", lambda: machine)
+
+    chat = talk(engine, 1)
+    launched(qkv={"BLOCK_N": 4, "num_warps": 4, "trigger": 1}, o={"BLOCK_N": 2})
+    chat.save(tmp_path / "f")
+    launched(o={"BLOCK_N": 2}, qkv={"trigger": 3, "num_warps": 4, "BLOCK_N": 4})
+    engine.load_chat(tmp_path / "f")
+    assert not caplog.records
+    launched(qkv={"BLOCK_N": 8, "num_warps": 4, "trigger": 1}, o={"BLOCK_N": 2})
+    engine.load_chat(tmp_path / "f")
+    assert "last bits may differ" in caplog.text
+    assert "tile of qkv ('BLOCK_N 4, num_warps 4' there, 'BLOCK_N 8, num_warps 4' here)" in caplog.text
+    assert "tile of o" not in caplog.text
+
+
+def test_tiles_are_those_of_the_launches_now(engine: mg.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, after tuning too; a CPU has none."""
+    assert not [name for name in engine._machine() if name.startswith("tile")]
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    before = engine._machine()
+    assert [name for name in before if name.startswith("tile")] == [
+        f"tile of {use}" for use in current_tiles(engine._decoder.program)
+    ]
+    rows = current_tiles(engine._decoder.program)["qkv"]["BLOCK_N"]
+    engine._decoder.set_tiles({"qkv": {"BLOCK_N": 2 * rows}})
+    assert [name for name in before if before[name] != engine._machine()[name]] == ["tile of qkv"]
 
 
 def test_a_busy_engine_neither_saves_nor_loads(engine: mg.Engine, tmp_path: Path) -> None:

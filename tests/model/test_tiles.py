@@ -16,6 +16,7 @@ import torch
 import monograph as mg
 from bench.shapes import SHAPES, random_decoder
 from monograph.model import tiles as tiles_module
+from monograph.model import tune_step
 from monograph.model.cache_folder import tiles_folder
 from monograph.model.kept_tiles import FORMAT, keep_tiles, kept_tiles, tiles_path
 from monograph.model.prepare import distinct_launches
@@ -124,6 +125,33 @@ def test_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, as the rule says
     monkeypatch.setenv("HOME", "/home/me")
     assert tiles_folder() == Path("/home/me/.cache/monograph/tiles")
+
+
+def test_no_place_to_keep_tiles_is_no_fault_of_a_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user without a home folder, as in many containers, and a folder that cannot be looked into."""
+    monkeypatch.setenv("MONOGRAPH_CACHE_DIR", "/" + "x" * 300)
+    assert kept_tiles(KEY, SMS) is None
+    assert "are ignored: File name too long" in caplog.text
+    monkeypatch.setenv("MONOGRAPH_CACHE_DIR", "~nobody-of-that-name")
+    assert kept_tiles(KEY, SMS) is None
+    with pytest.raises(mg.ConfigError, match=r"tuned tiles have no place: .*MONOGRAPH_CACHE_DIR"):
+        keep_tiles(KEY, TILES, {})
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_tuning_does_not_begin_where_it_could_not_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tuned: list[object] = []
+    monkeypatch.setattr(tune_step, "tune_decoder", lambda *arguments: tuned.append(arguments))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MONOGRAPH_CACHE_DIR", str(tmp_path / "file"))
+    decoder: Any = SimpleNamespace(
+        config=CONFIG, capacity=SimpleNamespace(dtype=torch.bfloat16), arena=SimpleNamespace(device=CUDA)
+    )
+    with pytest.raises(mg.ConfigError, match=r"cannot be kept in .*file/tiles: .*set MONOGRAPH_CACHE_DIR"):
+        tune_step.tune_and_keep(decoder)
+    assert tuned == []
 
 
 def test_file_names_are_plain_and_differ_by_key() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monograph.errors import PromptError
@@ -129,6 +131,28 @@ def save(chat: Chat, path: str) -> None:
         chat.save(path)
     except OSError as error:
         raise PromptError(f"{path}: {error.strerror or error}") from error
+
+
+def check_place(path: str) -> None:
+    """Refuse a file that a conversation could not be saved to, before there is one to lose.
+
+    Raises:
+        PromptError: Its folder is missing or cannot be written, or its name is that of something else.
+    """
+    place = Path(os.path.realpath(path))
+    if not path:
+        reason = "expected the name of a file, got ''"
+    elif place.is_dir():
+        reason = "Is a directory"
+    elif not place.parent.is_dir():
+        reason = f"there is no folder {place.parent}"
+    elif not os.access(place.parent, os.W_OK | os.X_OK):
+        reason = f"the folder {place.parent} cannot be written"
+    elif place.exists() and not place.is_file():
+        reason = "is no regular file"
+    else:
+        return
+    raise PromptError(f"{path}: {reason}; the conversation could not be saved there")
 
 
 _COMMANDS: dict[str, Callable[[Prompt, str], Generator[str, None, None] | None]] = {
