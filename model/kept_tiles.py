@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from monograph.model.cache_folder import tiles_folder
 from monograph.model.json_file import read_json_object
 from monograph.model.tile_key import TileKey
 from monograph.model.tile_space import Tiles, faults
+from monograph.model.whole_file import whole_file
 
 logger = logging.getLogger("monograph")
 
@@ -82,21 +81,12 @@ def keep_tiles(key: TileKey, tiles: Tiles, measured: Mapping[str, Any]) -> Path:
         "tiles": {use: dict(tile) for use, tile in tiles.items()},
         "measured": dict(measured),
     }
-    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            file.write(json.dumps(record, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with whole_file(path) as file:
+            file.write((json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
         raise _cannot_keep(path.parent, error) from error
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()
     return path
 
 

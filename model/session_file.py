@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from monograph.errors import CheckpointError
+from monograph.model.whole_file import whole_file
 
 FORMAT = "monograph.session.1"
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
@@ -71,26 +71,17 @@ def write(path: Path, session: dict[str, Any], entries: Iterable[Entry]) -> None
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     entries = list(entries)
     header = _header(session, entries)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with unfinished.open("xb") as file:
+        with whole_file(path) as file:
             digest = hashlib.blake2b(header, digest_size=16)
             file.write(header)
             for entry in entries:
                 _write_entry(file, entry, digest.update)
             file.seek(header.index(_NO_DIGEST.encode()))
             file.write(digest.hexdigest().encode())
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        if isinstance(error, OSError) and error.filename is not None:
-            error.filename, error.filename2 = (
-                str(path),
-                None,
-            )  # the name that was given, not that of the unfinished file
+    except OSError as error:
+        if error.filename is not None:  # the name that was given, not that of the unfinished file
+            error.filename, error.filename2 = str(path), None
         raise
     _sync_folder(path.parent)
 

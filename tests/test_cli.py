@@ -449,7 +449,7 @@ def test_warm_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch:
         asked.append({"model": model, **options})
         for number, kernel in enumerate(kernels, 1):
             report(kernel, number, 2)
-        return Warmed("NVIDIA H200", torch.bfloat16, 4096, kernels, 1.3, Path("/root/.triton/cache"), 3 << 20, 14)
+        return Warmed("NVIDIA H200", torch.bfloat16, 4096, kernels, 1.3, Path("/home/me/.triton/cache"), 3 << 20, 14)
 
     monkeypatch.setattr("monograph.model.warm.warm_model", warm_model)
     assert main(["warm", "org/name", "--max-seq-len", "4096", "--dtype", "bf16"]) == 0
@@ -457,7 +457,7 @@ def test_warm_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch:
         "kernel 1 of 2: qkv, 1.3 s",
         "kernel 2 of 2: linear_add (down), in the cache",
         "2 kernels for NVIDIA H200 in bfloat16, at every max_seq_len that 16 divides: 1 compiled in 1.3 s, "
-        "added 3.0 MiB in 14 files to /root/.triton/cache",
+        "added 3.0 MiB in 14 files to /home/me/.triton/cache",
     ]
     ((model, *_),) = [list(options.values()) for options in asked]
     assert model == "org/name"

@@ -239,7 +239,7 @@ def test_token_of_a_login(tmp_path: Path) -> None:
 
 def test_token_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def get_token() -> str:
-        raise PermissionError(13, "Permission denied", "/root/token")
+        raise PermissionError(13, "Permission denied", "/home/me/token")
 
     monkeypatch.setattr("huggingface_hub.get_token", get_token)
     found = doctor.hub_findings()[-1]
